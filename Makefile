@@ -1,0 +1,49 @@
+# Everything a newcomer needs is one target; `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+SEED ?= 1
+TESTS ?= tests/unit tests/integration tests/e2e
+BIN := $(VENV)/bin
+PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
+export VENV
+
+.PHONY: help setup setup-dev quickstart test style format bench bench-trl clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv with the pinned run-time dependencies
+	@scripts/setup.sh run
+
+setup-dev: setup
+	@scripts/setup.sh dev
+
+quickstart: setup ## train SmolLM2-135M with GRPO on this machine and show the result (SEED=1)
+	@SEED=$(SEED) PYTHON=$(BIN)/python examples/quickstart/run.sh
+
+test: setup-dev ## run the tests
+	$(BIN)/python -m pytest $(TESTS)
+
+style: setup-dev ## lint, format check, spelling, shell scripts, import layers, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell $$(git ls-files)
+	$(BIN)/shellcheck $$(git ls-files '*.sh' '.ci/run')
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pyright
+
+format: setup-dev ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup-dev ## run the benchmarks that need nothing beyond .venv
+	@set -e; for script in $(filter-out bench/grpo_vs_trl.py, $(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+
+bench-trl: setup ## compare complete GRPO steps with TRL's GRPOTrainer
+	@VENV=.venv-trl scripts/setup.sh trl
+	@$(BIN)/python bench/grpo_vs_trl.py --trl-python .venv-trl/bin/python
+
+clean: ## remove environments, models, data and results
+	rm -rf .venv .venv-* build dist *.egg-info outputs models data .pytest_cache .ruff_cache .hypothesis .import_linter_cache
