@@ -1,0 +1,79 @@
+"""A configuration while its rules run: sections that may still be replaced, problems, notices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slime.config.flags import flag_specs
+from slime.config.hf import HfModel
+from slime.config.schema import SECTIONS
+from slime.config.sections import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    DebugConfig,
+    EngineConfig,
+    EvalConfig,
+    LoggingConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a rule may know about the machine; passed in, so that tests can choose it.
+
+    Attributes:
+        num_cuda_devices: CUDA devices of this machine that the process may use.
+        sglang_installed: Whether the SGLang package can be imported.
+        tensorboard_installed: Whether the tensorboard package can be imported.
+        joins_cluster: Whether the run joins a Ray cluster that may have other machines.
+        start_time: ``YYYYmmdd_HHMMSS``, names a run that nobody named.
+    """
+
+    num_cuda_devices: int = 0
+    sglang_installed: bool = False
+    tensorboard_installed: bool = False
+    joins_cluster: bool = False
+    start_time: str = "run"
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """What rules read and write. A rule replaces a whole section, never a field of it.
+
+    ``given`` holds the field names the user set, on the command line or in ``--custom-config-path``.
+    ``megatron_flags`` holds the Megatron flags on the command line.
+    """
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    hf: HfModel | None = None
+    surroundings: Surroundings
+    given: frozenset[str] = frozenset()
+    megatron_flags: frozenset[str] = frozenset()
+    sglang_given: frozenset[str] = frozenset()
+    problems: list[str] = field(default_factory=list[str])
+    notices: list[str] = field(default_factory=list[str])
+
+    def flag_of(self, dest: str) -> str:
+        """The flag behind a field name, for messages."""
+        for name, section in SECTIONS.items():
+            for spec in flag_specs(section, name):
+                if spec.dest == dest:
+                    return spec.name
+        raise KeyError(dest)

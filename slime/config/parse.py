@@ -1,0 +1,306 @@
+"""From a command line to a ``Config``: split by family, read, resolve, check, report everything together.
+
+Owns the order of these steps. The foreign families and the preflight checks are passed in, so that
+nothing here imports Megatron, an engine or the data package. Tests hold that no problem hides another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import yaml
+
+from slime.config.draft import Draft, Surroundings
+from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG
+from slime.config.families import FlagFamily, MegatronConfig, MegatronContext, PrefixFamily, plain_json
+from slime.config.flags import FlagSpec, value_problem
+from slime.config.router_flags import ROUTER_FORCED
+from slime.config.rules import RULES
+from slime.config.rules.availability import UNAVAILABLE_MODEL_FLAGS
+from slime.config.rules.inputs import file_problem
+from slime.config.rules.parallel import check_parallel
+from slime.config.schema import SECTIONS, Config, all_flag_specs
+from slime.config.tokens import FlagGroup, group_tokens, read_values, unknown_flag
+from slime.errors import ConfigError
+
+Preflight = Callable[[Config], list[str]]
+"""A check that other layers own: takes the resolved configuration, returns problems."""
+
+
+class NamesAndParser(Protocol):
+    """Flags of a user's own parser (``add_custom_arguments``)."""
+
+    def flag_names(self) -> frozenset[str]:
+        """Every accepted flag."""
+        ...
+
+    def parse(self, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """Values by attribute name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """The foreign parsers of one command line."""
+
+    megatron: FlagFamily | None
+    sglang: PrefixFamily = RECORDED_SGLANG
+    router: PrefixFamily = RECORDED_ROUTER
+    custom: NamesAndParser | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Split:
+    """Groups of one command line by family."""
+
+    slime: list[FlagGroup]
+    sglang: list[FlagGroup]
+    router: list[FlagGroup]
+    megatron: list[FlagGroup]
+    custom: list[FlagGroup]
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    megatron: FlagFamily | None,
+    sglang: PrefixFamily = RECORDED_SGLANG,
+    router: PrefixFamily = RECORDED_ROUTER,
+    custom: NamesAndParser | None = None,
+    surroundings: Surroundings | None = None,
+    preflights: Sequence[Preflight] = (),
+) -> Config:
+    """Parse and check a command line.
+
+    Args:
+        argv: Tokens without the program's name.
+        megatron: Megatron's family; None leaves ``Config.megatron`` empty and refuses its flags.
+        sglang: The engine's family.
+        router: The router's family.
+        custom: Flags of the user's own parser; their values reach plug-ins through ``args``.
+        surroundings: The machine; by default one without CUDA devices and optional packages.
+        preflights: Further checks on the resolved configuration.
+
+    Raises:
+        ConfigError: Every problem found, each naming the flag and the remedy.
+    """
+    families = Families(megatron=megatron, sglang=sglang, router=router, custom=custom)
+    specs = {name: spec for spec in all_flag_specs() if spec.form != "none" for name in spec.names}
+    groups, problems = group_tokens(argv)
+    split, unknown = _split(groups, specs, families)
+    values, given, wrong = read_values(split.slime, specs)
+    problems += unknown + wrong
+    extra = _apply_custom_config(values, specs, families, split, problems)
+    given = given | frozenset(values)
+    draft = Draft(
+        surroundings=surroundings or Surroundings(),
+        given=given,
+        megatron_flags=frozenset(group.flag for group in split.megatron),
+        problems=problems,
+    )
+    _fill_sections(draft, values)
+    for rule in RULES:
+        rule(draft)
+    engine_values = _prefixed(families.sglang, split.sglang, specs, draft)
+    router_values = _prefixed(families.router, split.router, specs, draft)
+    if families.custom is not None:
+        extra.update(_foreign(families.custom, split.custom, draft))
+    megatron_config = _megatron(draft, families.megatron, split.megatron)
+    config = _build(draft, megatron_config, engine_values, {**ROUTER_FORCED, **router_values}, extra)
+    for preflight in preflights:
+        draft.problems += preflight(_readable(config))
+    if draft.problems:
+        raise ConfigError(list(dict.fromkeys(draft.problems)))
+    return config
+
+
+def _split(groups: Sequence[FlagGroup], specs: Mapping[str, FlagSpec], families: Families) -> tuple[_Split, list[str]]:
+    megatron = families.megatron.flag_names() if families.megatron is not None else frozenset[str]()
+    custom = families.custom.flag_names() if families.custom is not None else frozenset[str]()
+    split = _Split(slime=[], sglang=[], router=[], megatron=[], custom=[])
+    problems: list[str] = []
+    for group in groups:
+        if group.flag in specs:
+            split.slime.append(group)
+        elif group.flag in custom:
+            split.custom.append(group)
+        elif group.flag.startswith(families.sglang.prefix):
+            split.sglang.append(group)
+        elif group.flag.startswith(families.router.prefix):
+            split.router.append(group)
+        elif group.flag in megatron:
+            split.megatron.append(group)
+        elif group.flag in UNAVAILABLE_MODEL_FLAGS:
+            problems.append(f"{group.flag} is part of the interface but not available in this version; leave it out")
+        else:
+            everything = {*specs, *custom, *megatron, *families.sglang.flag_names(), *families.router.flag_names()}
+            problems.append(unknown_flag(group.flag, everything))
+    return split, problems
+
+
+def _apply_custom_config(
+    values: dict[str, Any],
+    specs: Mapping[str, FlagSpec],
+    families: Families,
+    split: _Split,
+    problems: list[str],
+) -> dict[str, Any]:
+    """Set the entries of ``--custom-config-path`` over the command line.
+
+    A flag's name changes that flag; a Megatron name becomes a Megatron token; any other name is
+    returned, for plug-ins.
+    """
+    path = values.get("custom_config_path")
+    if path is None:
+        return {}
+    try:
+        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"--custom-config-path {path}: cannot be read ({error.strerror})")
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problems.append(f"--custom-config-path {path}: not YAML ({error})")
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        problems.append(f"--custom-config-path {path}: must be a mapping of names to values")
+        return {}
+    by_dest = {spec.dest: spec for spec in specs.values()}
+    megatron = families.megatron.flag_names() if families.megatron is not None else frozenset[str]()
+    extra: dict[str, Any] = {}
+    for name, value in cast("Mapping[Any, Any]", content).items():
+        dest = str(name).replace("-", "_")
+        option = "--" + dest.replace("_", "-")
+        if dest in by_dest:
+            problem = _set_from_file(values, by_dest[dest], value)
+            if problem is not None:
+                problems.append(f"--custom-config-path {path}: {problem}")
+        elif option in megatron:
+            split.megatron += _megatron_group(option, value)
+        else:
+            extra[dest] = value
+    try:
+        return plain_json(extra, "--custom-config-path entry")
+    except TypeError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _set_from_file(values: dict[str, Any], spec: FlagSpec, value: Any) -> str | None:
+    if spec.form in ("list", "append") and value is not None:
+        items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+        value = tuple(items)
+        right_type = all(isinstance(item, spec.type) for item in items)
+    elif value is None:
+        right_type = spec.default is None
+    elif spec.type is float:
+        right_type = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if right_type else value
+    else:
+        right_type = isinstance(value, spec.type) and (spec.type is bool or not isinstance(value, bool))
+    if not right_type:
+        return f"{spec.dest} must be {spec.type.__name__}, found {value!r}"
+    problem = value_problem(spec, value)
+    if problem is None:
+        values[spec.dest] = value
+    return problem
+
+
+def _megatron_group(option: str, value: Any) -> list[FlagGroup]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [FlagGroup(flag=option, values=())]
+    items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+    return [FlagGroup(flag=option, values=tuple(str(item) for item in items))]
+
+
+def _fill_sections(draft: Draft, values: Mapping[str, Any]) -> None:
+    for name, section in SECTIONS.items():
+        own = {f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values}
+        setattr(draft, name, section(**own))
+
+
+def _prefixed(
+    family: PrefixFamily, groups: Sequence[FlagGroup], specs: Mapping[str, FlagSpec], draft: Draft
+) -> dict[str, Any]:
+    refused = family.refused()
+    accepted: list[FlagGroup] = []
+    for group in groups:
+        if group.flag in refused:
+            draft.problems.append(f"{group.flag} cannot be given: {refused[group.flag]}")
+        else:
+            accepted.append(group)
+    if not accepted:
+        return {}
+    try:
+        values = family.parse([group.tokens for group in accepted], known=family.flag_names() | set(specs))
+        return plain_json(values, f"{family.prefix} value")
+    except ConfigError as error:
+        draft.problems += error.problems
+    return {}
+
+
+def _foreign(family: NamesAndParser, groups: Sequence[FlagGroup], draft: Draft) -> dict[str, Any]:
+    try:
+        return plain_json(family.parse([group.tokens for group in groups]), "custom flag")
+    except (ConfigError, TypeError) as error:
+        draft.problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    return {}
+
+
+def _megatron(draft: Draft, family: FlagFamily | None, groups: Sequence[FlagGroup]) -> MegatronConfig:
+    """Let Megatron's family derive and check; without a usable model it only checks its flags.
+
+    Loading Megatron takes seconds, so a command line that is already wrong and has none of its flags
+    is answered without it.
+    """
+    if family is None or (draft.problems and not groups):
+        return MegatronConfig()
+    context = MegatronContext(
+        hf=draft.hf,
+        cluster=draft.cluster,
+        train=draft.train,
+        data=draft.data,
+        rollout=draft.rollout,
+        algorithm=draft.algorithm,
+        checkpoint=draft.checkpoint,
+    )
+    try:
+        config = family.parse([token for group in groups for token in group.tokens], context)
+    except ConfigError as error:
+        draft.problems += error.problems
+        return MegatronConfig()
+    check_parallel(draft, config)
+    return config
+
+
+def _build(
+    draft: Draft,
+    megatron: MegatronConfig,
+    sglang: Mapping[str, Any],
+    router: Mapping[str, Any],
+    custom: Mapping[str, Any],
+) -> Config:
+    return Config(
+        **{name: getattr(draft, name) for name in SECTIONS},
+        megatron=megatron,
+        sglang=sglang,
+        router=router,
+        custom=custom,
+        hf=draft.hf,
+        notices=(*dict.fromkeys(draft.notices), *megatron.notices),
+    )
+
+
+def _readable(config: Config) -> Config:
+    """The configuration without files that were already reported, so that preflights do not repeat it."""
+    path = config.data.prompt_data
+    if path is None or file_problem(path, "--prompt-data") is None:
+        return config
+    return replace(config, data=replace(config.data, prompt_data=None))

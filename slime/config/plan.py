@@ -1,0 +1,142 @@
+"""What a run would do, for ``--dry-run``: processes, batches, memory, notices. It starts nothing.
+
+Memory figures are lower bounds: weights, gradients and optimizer state are counted from the checkpoint's
+own shapes; activations, caches and logits depend on the data and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime.config.hf import count_parameters
+from slime.config.schema import Config
+
+
+def plan_text(config: Config) -> str:
+    """The plan as text for a terminal."""
+    sections = (
+        ("Model", _model(config)),
+        ("Processes", _processes(config)),
+        ("Batches", _batches(config)),
+        ("Memory, without activations and caches", _memory(config)),
+        ("Output", _output(config)),
+        ("Notices", config.notices or ("none",)),
+    )
+    lines: list[str] = []
+    for title, content in sections:
+        lines += [title, *(f"  {line}" for line in content), ""]
+    return "\n".join(lines)
+
+
+def _model(config: Config) -> Sequence[str]:
+    if config.hf is None:
+        return ("none",)
+    count = count_parameters(config.hf.path)
+    return (
+        f"{config.hf.path} ({config.hf.model_type}, {count:,} parameters)",
+        f"trained in {config.train.precision} from {config.checkpoint.load}"
+        + (" (resumes)" if config.checkpoint.resume else ""),
+        f"reference: {config.checkpoint.ref_load or 'none'}",
+    )
+
+
+def _processes(config: Config) -> Sequence[str]:
+    cluster, megatron = config.cluster, config.megatron
+    unit = "GPU" if cluster.device == "cuda" else "CPU process"
+    lines: list[str] = []
+    trainers = 0 if config.debug.debug_rollout_only else cluster.world_size
+    offset = 0 if cluster.colocate else trainers
+    if trainers:
+        data_parallel = max(1, trainers // megatron.model_parallel_size)
+        lines.append(
+            f"trainer: {trainers} ({cluster.actor_num_nodes} node(s) x {cluster.actor_num_gpus_per_node}), {unit} "
+            f"{_span(0, trainers)}; TP {megatron.tensor_model_parallel_size} x "
+            f"PP {megatron.pipeline_model_parallel_size} "
+            f"x CP {megatron.context_parallel_size} x DP {data_parallel}, {cluster.distributed_backend}"
+        )
+    per_engine = cluster.rollout_num_gpus_per_engine
+    for index in range(config.num_engines):
+        first = offset + index * per_engine
+        lines.append(f"engine {index}: {config.engine.rollout_backend}, {unit} {_span(first, per_engine)}")
+    if config.num_engines:
+        lines.append(f"router: 1, in front of {config.num_engines} engine(s)")
+    if cluster.colocate:
+        lines.append(
+            f"colocated: trainer and engines take turns; offload trainer {'on' if cluster.offload_train else 'off'}, "
+            f"engines {'on' if cluster.offload_rollout else 'off'}"
+        )
+    return lines
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _batches(config: Config) -> Sequence[str]:
+    data, cluster = config.data, config.cluster
+    samples = data.rollout_batch_size * data.n_samples_per_prompt
+    data_parallel = max(1, cluster.world_size // config.megatron.model_parallel_size)
+    batch = data.global_batch_size or samples
+    packing = (
+        f"packed to {data.max_tokens_per_gpu} tokens per GPU"
+        if data.use_dynamic_batch_size
+        else f"micro-batches of {data.micro_batch_size}"
+    )
+    total = f"{data.rollout_batch_size} prompts x {data.n_samples_per_prompt} samples = {samples} samples per rollout"
+    lines = [
+        f"{total} = {config.num_steps_per_rollout} optimizer step(s) x {batch}",
+        f"{batch} samples per step over {data_parallel} data-parallel rank(s), {packing}",
+        f"{data.num_rollout} rollouts" if data.num_rollout is not None else f"{data.num_epoch} epoch(s)",
+        f"prompts: {data.prompt_data}; column {data.input_key!r}, labels {data.label_key!r}",
+        f"reward: {config.reward.custom_rm_path or config.reward.rm_type or 'set by the custom functions or the data'}",
+    ]
+    lines += [
+        f"evaluation: {d.name} ({d.path}), {d.n_samples_per_eval_prompt} sample(s) per prompt"
+        for d in config.eval.eval_datasets
+    ]
+    return lines
+
+
+def bytes_per_parameter(config: Config) -> float:
+    """Trainer bytes per parameter a rank holds: weights, fp32 gradients, fp32 master weights and Adam moments."""
+    data_parallel = max(1, config.cluster.world_size // config.megatron.model_parallel_size)
+    shards = data_parallel if config.megatron.use_distributed_optimizer else 1
+    if config.train.precision == "fp32":
+        return 4 + 4 + 8 / shards
+    return 2 + 4 + 12 / shards
+
+
+def _memory(config: Config) -> Sequence[str]:
+    if config.hf is None:
+        return ("unknown without a model",)
+    parameters = count_parameters(config.hf.path)
+    megatron = config.megatron
+    local = parameters / (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+    width = 4 if config.train.precision == "fp32" else 2
+    lines: list[str] = []
+    if not config.debug.debug_rollout_only:
+        lines.append(f"trainer, each rank: {_size(local * bytes_per_parameter(config))}")
+        if config.checkpoint.ref_load is not None and (config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0):
+            lines.append(f"reference weights, each rank, host memory: {_size(local * width)}")
+    if config.num_engines:
+        share = parameters * width / config.cluster.rollout_num_gpus_per_engine
+        lines.append(f"engine, each {'GPU' if config.cluster.device == 'cuda' else 'process'}: {_size(share)}")
+    return lines
+
+
+def _size(num_bytes: float) -> str:
+    for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"
+
+
+def _output(config: Config) -> Sequence[str]:
+    checkpoint, log = config.checkpoint, config.logging
+    interval = f" every {checkpoint.save_interval} rollouts" if checkpoint.save_interval is not None else " at the end"
+    trackers = [name for name, on in (("TensorBoard", log.use_tensorboard), ("W&B", log.use_wandb)) if on]
+    return (
+        f"directory: {log.output_dir}",
+        f"checkpoints: {checkpoint.save + interval if checkpoint.save is not None else 'none'}",
+        f"trackers: {', '.join(trackers) or 'none'}",
+    )

@@ -1,0 +1,36 @@
+"""Rules that span fields, in the order they run.
+
+A rule takes the ``Draft``, resolves what ``None`` means, and reports with ``draft.problems`` (the run
+cannot start) or ``draft.notices`` (the operator should know). Rules never raise for a user's mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slime.config.draft import Draft
+from slime.config.rules.availability import check_availability
+from slime.config.rules.batches import resolve_batches
+from slime.config.rules.checkpoints import resolve_checkpoints
+from slime.config.rules.engines import resolve_engines
+from slime.config.rules.evaluation import resolve_evaluation
+from slime.config.rules.inputs import resolve_inputs
+from slime.config.rules.lengths import resolve_lengths
+from slime.config.rules.model import resolve_model
+from slime.config.rules.objective import check_objective
+from slime.config.rules.outputs import resolve_outputs
+from slime.config.rules.placement import resolve_placement
+
+RULES: tuple[Callable[[Draft], None], ...] = (
+    resolve_outputs,
+    resolve_placement,
+    resolve_model,
+    resolve_checkpoints,
+    resolve_inputs,
+    resolve_batches,
+    resolve_lengths,
+    check_objective,
+    resolve_engines,
+    resolve_evaluation,
+    check_availability,
+)

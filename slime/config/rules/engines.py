@@ -1,0 +1,35 @@
+"""Which engine generates and how it is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime.config.draft import Draft
+from slime.config.rules.availability import is_available
+
+
+def resolve_engines(draft: Draft) -> None:
+    """Choose the engine and check the settings that concern it."""
+    engine = draft.engine
+    if engine.rollout_backend == "auto":
+        wants_sglang = draft.cluster.device == "cuda" and draft.surroundings.sglang_installed
+        backend = "sglang" if wants_sglang and is_available("rollout_backend", "sglang") else "embedded"
+        draft.engine = replace(engine, rollout_backend=backend)
+    elif engine.rollout_backend == "sglang" and not draft.surroundings.sglang_installed:
+        draft.problems.append(
+            "--rollout-backend sglang: the package sglang is not installed; use embedded or install it"
+        )
+    if (engine.sglang_router_ip is None) != (engine.sglang_router_port is None):
+        draft.problems.append("--sglang-router-ip and --sglang-router-port name one router; give both or none")
+    if engine.prefill_num_servers is not None and engine.sglang_config is not None:
+        draft.problems.append("--prefill-num-servers and --sglang-config exclude each other")
+    if draft.engine.rollout_backend == "embedded":
+        _embedded(draft)
+
+
+def _embedded(draft: Draft) -> None:
+    per_engine = draft.cluster.rollout_num_gpus_per_engine
+    if per_engine != 1 and not draft.debug.debug_train_only:
+        draft.problems.append(
+            f"--rollout-num-gpus-per-engine {per_engine}: the embedded engine runs in one process; use 1"
+        )

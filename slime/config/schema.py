@@ -1,0 +1,133 @@
+"""``Config``: all sections of one run, frozen, picklable, and equal to itself after JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin
+
+from slime.config.families import MegatronConfig
+from slime.config.flags import FlagSpec, Section, flag_specs, unwrap_optional
+from slime.config.hf import HfModel
+from slime.config.sections import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    DebugConfig,
+    EngineConfig,
+    EvalConfig,
+    LoggingConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "cluster": ClusterConfig,
+    "train": TrainConfig,
+    "weights": WeightsConfig,
+    "rollout": RolloutConfig,
+    "data": DataConfig,
+    "eval": EvalConfig,
+    "algorithm": AlgorithmConfig,
+    "checkpoint": CheckpointConfig,
+    "reward": RewardConfig,
+    "engine": EngineConfig,
+    "logging": LoggingConfig,
+    "debug": DebugConfig,
+}
+"""Attribute of ``Config`` -> section class, in the order of the reference page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything a run is told, resolved. Nothing writes to it; a variant is a ``replace()``.
+
+    ``sglang`` and ``router`` hold what must be passed on to the engine and the router, by their own
+    attribute names without prefix: the values the user gave plus the framework's defaults.
+    ``custom`` holds names from ``--custom-config-path`` that no flag has.
+    """
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    sglang: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    router: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    custom: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    hf: HfModel | None = None
+    notices: tuple[str, ...] = ()
+    """Lines an operator should read once: defaults that were filled in, settings without effect."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that generate; 0 without local engines."""
+        return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
+
+    @property
+    def num_steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.data.num_steps_per_rollout or 1
+
+    def to_json(self) -> str:
+        """The whole configuration as indented JSON with sorted keys."""
+        return json.dumps(_encode(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """Inverse of ``to_json``.
+
+        Raises:
+            ConfigError: A value is outside what its flag accepts.
+            ValueError: Not such a document.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError("a configuration document is a JSON object")
+        return _decode(cls, data)
+
+
+def all_flag_specs() -> tuple[FlagSpec, ...]:
+    """Every field of every section, derived ones (form ``none``) included."""
+    return tuple(spec for name, section in SECTIONS.items() for spec in flag_specs(section, name))
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _encode(v) for k, v in typing.cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, frozenset | set):
+        return sorted(typing.cast("frozenset[str]", value))
+    if isinstance(value, tuple | list):
+        return [_encode(v) for v in typing.cast("list[Any]", value)]
+    return value
+
+
+def _decode(hint: Any, value: Any) -> Any:
+    """Rebuild a value of the annotated type from its JSON form."""
+    hint, _ = unwrap_optional(hint)
+    if value is None:
+        return None
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _decode(hints[name], v) for name, v in value.items()})
+    if get_origin(hint) is tuple:
+        return tuple(_decode(get_args(hint)[0], v) for v in value)
+    if get_origin(hint) is frozenset:
+        return frozenset(value)
+    return value

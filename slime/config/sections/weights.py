@@ -1,0 +1,37 @@
+"""How new weights reach the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.config.flags import Section, flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsConfig(Section):
+    """Weight synchronisation."""
+
+    update_weight_mode: Literal["full", "delta"] = flag("full", doc="Send all weights or only what changed.")
+    update_weight_transport: Literal["nccl", "disk"] = flag(
+        "nccl", doc="Carrier of a full synchronisation; on one machine without CUDA, shared memory is used."
+    )
+    update_weight_disk_dir: str | None = flag(None, doc="Shared directory of the disk transport.")
+    update_weight_disk_keep_files: bool = flag(False, doc="Keep published versions on disk.")
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", doc="Form of a delta.")
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
+        "xxh3-128", doc="Checksum per tensor in delta files."
+    )
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None, doc="Directory on each engine's host holding the checkpoint that deltas patch."
+    )
+    custom_update_weight_post_write_path: str | None = flag(
+        None,
+        doc="Hook (args, version_dir, rollout_engines), called on every training rank after a version is written.",
+    )
+    update_weight_buffer_size: int = flag(536870912, at_least=1, doc="Bytes of one bucket of weights.")
+    update_weights_interval: int = flag(1, at_least=1, doc="Synchronise the engines after every N trained rollouts.")
+    check_weight_update_equal: bool = flag(
+        False, doc="Engines snapshot, reset, then compare all weights at the first synchronisation."
+    )
+    weight_sync_timeout_seconds: float = flag(600.0, above=0, doc="Bound on one synchronisation of all engines.")

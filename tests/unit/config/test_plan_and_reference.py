@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.config.devices import count_cuda_devices
+from slime.config.draft import Surroundings
+from slime.config.plan import bytes_per_parameter, plan_text
+from slime.config.reference import help_text, reference_page
+from slime.config.schema import all_flag_specs
+
+from .conftest import Run
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_plan_names_processes_batches_and_notices(run: Run, cuda: Surroundings) -> None:
+    text = plan_text(run("--actor-num-gpus-per-node 4 --rollout-num-gpus 2", surroundings=cuda))
+    assert "trainer: 4 (1 node(s) x 4), GPU 0-3" in text
+    assert "engine 1: embedded, GPU 5" in text
+    assert "4 prompts x 8 samples = 32 samples per rollout = 1 optimizer step(s) x 32" in text
+    assert "32 parameters" in text
+    text = plan_text(run("--colocate --rollout-num-gpus 2"))
+    assert "engine 0: embedded, CPU process 0" in text
+    assert "colocated" in text
+
+
+def test_trainer_bytes_per_parameter(run: Run) -> None:
+    """Weights, fp32 gradients, and optimizer state sharded over two data-parallel ranks."""
+    assert bytes_per_parameter(run()) == 4 + 4 + 8 / 2
+    assert bytes_per_parameter(run("--bf16")) == 2 + 4 + 12 / 2
+    assert bytes_per_parameter(run("--bf16 --tensor-model-parallel-size 2")) == 2 + 4 + 12
+
+
+def test_help_has_every_flag() -> None:
+    text = help_text("train.py")
+    assert [name for s in all_flag_specs() if s.form != "none" for name in s.names if name not in text] == []
+
+
+def test_reference_page_is_current() -> None:
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == reference_page(), "run: python -m slime.config.reference > docs/flags.md"
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "count"),
+    [
+        (["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], None, 2),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "", 0),
+        (["nvidia0"], "-1", 0),
+        (["dxg"], None, 1),
+        ([], None, 0),
+    ],
+)
+def test_cuda_devices(tmp_path: Path, files: list[str], visible: str | None, count: int) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_cuda_devices(environment, tmp_path) == count

@@ -1,0 +1,434 @@
+"""Each rule by its effect on a parsed command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from slime.config import Config
+from slime.config.draft import Surroundings
+from slime.config.rules.availability import AVAILABLE_VALUES, is_available
+from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint
+from slime.config.rules.inputs import split_slice
+from slime.config.schema import all_flag_specs
+
+from .conftest import Run, write_model
+
+Problems = Callable[..., list[str]]
+
+
+def notices(config: Config) -> str:
+    return "\n".join(config.notices)
+
+
+# Placement and precision
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "device", "precision", "backend"),
+    [
+        ("", 0, "cpu", "fp32", "gloo"),
+        ("", 8, "cuda", "bf16", "nccl"),
+        ("--device cpu", 8, "cpu", "fp32", "gloo"),
+        ("--bf16", 0, "cpu", "bf16", "gloo"),
+        ("--fp16", 8, "cuda", "fp16", "nccl"),
+        ("--precision fp32", 8, "cuda", "fp32", "nccl"),
+        ("--distributed-backend gloo", 8, "cuda", "bf16", "gloo"),
+    ],
+)
+def test_device_and_precision(run: Run, flags: str, gpus: int, device: str, precision: str, backend: str) -> None:
+    config = run(flags, surroundings=Surroundings(num_cuda_devices=gpus))
+    assert (config.cluster.device, config.train.precision) == (device, precision)
+    assert config.cluster.distributed_backend == backend
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--device cuda", "no CUDA device"),
+        ("--fp16", "fp16 training needs CUDA"),
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude"),
+        ("--precision fp32 --bf16", "--precision fp32 and --bf16"),
+    ],
+)
+def test_device_and_precision_faults(problems: Problems, flags: str, words: str) -> None:
+    assert words in problems(flags)[0]
+
+
+def test_a_machine_without_gpu_is_told_what_runs(run: Run) -> None:
+    expected = "no CUDA device: 2 trainer and 1 engine processes run on the CPU, trainers over gloo"
+    assert expected in notices(run())
+
+
+def test_colocate_shares_and_offloads(run: Run, cuda: Surroundings) -> None:
+    flags = "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8"
+    config = run(flags, surroundings=cuda)
+    assert (config.cluster.offload_train, config.cluster.offload_rollout) == (True, True)
+    config = run(flags + " --no-offload-train", surroundings=cuda)
+    assert (config.cluster.offload_train, config.cluster.offload_rollout) == (False, True)
+
+
+def test_rollout_gpus_default_to_the_trainers_when_colocated(run: Run, model_dir: Path, prompts: Path) -> None:
+    flags = f"--colocate --actor-num-gpus-per-node 4 --prompt-data {prompts} --hf-checkpoint {model_dir}"
+    assert run(flags, base=False).cluster.rollout_num_gpus == 4
+
+
+def test_split_placement_keeps_both_sides_loaded(run: Run) -> None:
+    cluster = run().cluster
+    assert (cluster.offload_train, cluster.offload_rollout) == (False, False)
+    assert run("--offload").cluster.offload_train is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--actor-num-gpus-per-node 8 --rollout-num-gpus 8", "needs 16 GPUs"),
+        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine 2"),
+        ("--rollout-num-gpus 0", "--rollout-num-gpus 0 starts no engine"),
+        ("--offload --no-offload-train", "--no-offload-train"),
+        ("--actor-num-gpus-per-node 0", "--actor-num-gpus-per-node must be at least 1"),
+    ],
+)
+def test_placement_faults(problems: Problems, cuda: Surroundings, flags: str, words: str) -> None:
+    assert any(words in problem for problem in problems(flags, surroundings=cuda))
+
+
+def test_debug_rollout_only_sizes_the_trainer_after_the_engines(run: Run) -> None:
+    config = run("--debug-rollout-only --rollout-num-gpus 16")
+    assert (config.cluster.actor_num_nodes, config.cluster.actor_num_gpus_per_node) == (2, 8)
+
+
+def test_replay_trains_without_engines(run: Run) -> None:
+    config = run("--load-debug-rollout-data /tmp/{rollout_id}.pt")
+    assert config.debug.debug_train_only is True
+    assert config.num_engines == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--debug-rollout-only --debug-train-only", "--debug-rollout-only and --debug-train-only exclude"),
+        (
+            "--save-debug-train-data x/{rollout_id} --save-debug-rollout-data x/{rollout_id}",
+            "--save-debug-train-data must not be equal to --save-debug-rollout-data.",
+        ),
+        ("--use-tensorboard", "tensorboard is not installed"),
+    ],
+)
+def test_debug_faults(problems: Problems, flags: str, words: str) -> None:
+    assert words in problems(flags)[0]
+
+
+def test_dump_details_sets_both_dumps(run: Run) -> None:
+    debug = run("--dump-details d").debug
+    assert debug.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
+    assert debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
+
+
+def test_outputs_live_under_one_directory(run: Run, cuda: Surroundings) -> None:
+    config = run("--actor-num-gpus-per-node 4 --save-interval 2", surroundings=cuda)
+    assert config.logging.output_dir == "outputs/t0"
+    assert config.logging.use_tensorboard is True
+    assert config.checkpoint.save == "outputs/t0/checkpoints"
+    assert "--save-interval without --save" in notices(config)
+    assert run("--tb-experiment-name a/b").logging.output_dir == "outputs/a_b"
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "steps"),
+    [
+        ("", 32, 1),
+        ("--global-batch-size 32", 32, 1),
+        ("--global-batch-size 8", 8, 4),
+        ("--num-steps-per-rollout 2", 16, 2),
+        ("--num-steps-per-rollout 2 --global-batch-size 16", 16, 2),
+    ],
+)
+def test_batch_identity(run: Run, flags: str, batch: int, steps: int) -> None:
+    data = run(flags).data
+    assert (data.global_batch_size, data.num_steps_per_rollout) == (batch, steps)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--global-batch-size 7", ["32 samples", "--global-batch-size 7", "Nearest --global-batch-size that fits: 8"]),
+        ("--global-batch-size 64", ["--global-batch-size 64", "fits: 32"]),
+        ("--num-steps-per-rollout 3", ["--num-steps-per-rollout 3", "must divide 32"]),
+        ("--num-steps-per-rollout 2 --global-batch-size 8", ["Use --global-batch-size 16"]),
+        ("--global-batch-size 1", ["less than the 2 data-parallel ranks"]),
+        ("--over-sampling-batch-size 3", ["at least --rollout-batch-size 4"]),
+        ("--use-dynamic-batch-size", ["--max-tokens-per-gpu"]),
+        ("--balance-by-flops", ["--use-dynamic-batch-size"]),
+    ],
+)
+def test_batch_faults(problems: Problems, flags: str, words: list[str]) -> None:
+    (problem,) = problems(flags)
+    assert all(word in problem for word in words), problem
+
+
+def test_batch_derivations(run: Run) -> None:
+    config = run("--use-dynamic-batch-size --max-tokens-per-gpu 100 --balance-by-flops")
+    assert config.data.balance_data is True
+    assert config.data.log_probs_max_tokens_per_gpu == 100
+    assert config.rollout.over_sampling_batch_size == 4
+    assert config.algorithm.grpo_std_normalization is True
+    single = run("--n-samples-per-prompt 1")
+    assert single.algorithm.grpo_std_normalization is False
+
+
+def test_num_rollout_wins_over_epochs(run: Run) -> None:
+    config = run("--num-epoch 2")
+    assert (config.data.num_rollout, config.data.num_epoch) == (3, None)
+    assert "wins" in notices(config)
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "response"),
+    [
+        ("--rollout-max-context-len 100", 99, 16),
+        ("--rollout-max-context-len 100 --rollout-max-prompt-len 50", 50, 16),
+    ],
+)
+def test_lengths(run: Run, flags: str, prompt: int, response: int) -> None:
+    config = run(flags)
+    assert (config.rollout.rollout_max_prompt_len, config.rollout.rollout_max_response_len) == (prompt, response)
+    assert config.eval.eval_max_prompt_len == prompt
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "minus 1 (99)"),
+        ("--eval-max-context-len 10 --eval-max-prompt-len 10", "minus 1 (9)"),
+        ("--rollout-max-context-len 5000", "4096 positions"),
+    ],
+)
+def test_length_faults(problems: Problems, flags: str, words: str) -> None:
+    assert words in problems(flags)[0]
+
+
+# Objective
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "Only one of kl_coef and kl_loss_coef can be set"),
+        ("--advantage-estimator reinforce_plus_plus", "needs --normalize-advantages"),
+        ("--use-rollout-logprobs --use-tis", "exclude each other"),
+        ("--get-mismatch-metrics", "--custom-tis-function-path"),
+        ("--loss-type custom_loss", "--custom-loss-function-path"),
+        ("--custom-loss-function-path a.b", "--loss-type custom_loss"),
+        ("--tis-clip-low 3", "--tis-clip-low 3 must not be larger than --tis-clip 2"),
+        ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
+        ("--eps-clip-c 1", "--eps-clip-c must be > 1"),
+    ],
+)
+def test_objective_faults(problems: Problems, flags: str, words: str) -> None:
+    assert any(words in problem for problem in problems(flags))
+
+
+def test_clip_bounds(run: Run) -> None:
+    assert run("--eps-clip 0.3").algorithm.eps_clip_high == 0.3
+    assert run("--eps-clip 0.3 --eps-clip-high 0.4").algorithm.eps_clip_high == 0.4
+
+
+# Checkpoints
+
+
+def test_kl_loss_without_reference_takes_the_initial_weights(run: Run, model_dir: Path) -> None:
+    config = run("--use-kl-loss --kl-loss-coef 0.01")
+    assert config.checkpoint.ref_load == str(model_dir)
+    assert "--use-kl-loss without --ref-load" in notices(config)
+    assert run().checkpoint.ref_load is None
+
+
+def test_load_resumes_only_a_megatron_checkpoint(run: Run, tmp_path: Path, model_dir: Path) -> None:
+    saved = tmp_path / "saved"
+    fresh = run(f"--load {saved} --save {saved}")
+    assert (fresh.checkpoint.load, fresh.checkpoint.resume) == (str(model_dir), False)
+    assert "holds no checkpoint yet" in notices(fresh)
+    saved.mkdir()
+    (saved / TRACKER_FILE).write_text("3")
+    again = run(f"--load {saved} --save {saved}")
+    assert (again.checkpoint.load, again.checkpoint.resume) == (str(saved), True)
+    other = write_model(tmp_path / "other")
+    assert run(f"--load {other}").checkpoint.load == str(other)
+    assert run().checkpoint.load == str(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--load nowhere", "--load nowhere: no such directory"),
+        ("--ref-load nowhere", "--ref-load nowhere: no such directory"),
+        ("--ref-load .", "holds neither"),
+    ],
+)
+def test_checkpoint_faults(problems: Problems, flags: str, words: str) -> None:
+    assert words in problems(flags)[0]
+
+
+def test_classify(tmp_path: Path) -> None:
+    assert classify_checkpoint(str(tmp_path / "x")) == "missing"
+    assert classify_checkpoint(str(tmp_path)) == "empty"
+    strange = write_model(tmp_path / "strange", {"model_type": "bert"})
+    assert classify_checkpoint(str(strange)) == "empty"
+
+
+# Inputs and rewards
+
+
+def test_columns_that_the_data_makes_obvious(run: Run, model_dir: Path, prompts: Path) -> None:
+    config = run(f"--hf-checkpoint {model_dir} --prompt-data {prompts} --num-rollout 1", base=False)
+    assert (config.data.input_key, config.data.label_key, config.reward.rm_type) == ("prompt", "label", "math")
+    for words in ("'prompt'", "'label'", "--rm-type math"):
+        assert words in notices(config)
+
+
+def test_named_columns_are_kept(run: Run) -> None:
+    config = run("--input-key question --label-key answer")
+    assert (config.data.input_key, config.data.label_key) == ("question", "answer")
+
+
+def test_metadata_may_name_the_grader(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"input": "x", "metadata": {"rm_type": "f1"}}\n')
+    config = run(f"--hf-checkpoint {model_dir} --prompt-data {file} --num-rollout 1", base=False)
+    assert config.reward.rm_type is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rm-type mth", ["--rm-type mth", "did you mean math?", "deepscaler", "--custom-rm-path"]),
+        ("--rm-type boxed_nothing", ["boxed_nothing", "f1"]),
+        ("--rm-type remote_rm", ["--rm-url"]),
+        ("--prompt-data prompts.jsonl", ["--prompt-data prompts.jsonl", "no such file"]),
+        ("--prompt-data .", ["is a directory"]),
+        ("--prompt-data README.md@[0:x]", ["path@[start:end]"]),
+    ],
+)
+def test_input_faults(problems: Problems, flags: str, words: list[str]) -> None:
+    (problem,) = problems(flags)
+    assert all(word in problem for word in words), problem
+
+
+def test_a_similar_file_is_suggested(problems: Problems, prompts: Path) -> None:
+    (problem,) = problems(f"--prompt-data {prompts.with_name('promps.jsonl')}")
+    assert str(prompts) in problem
+
+
+@pytest.mark.parametrize("name", ["math", "boxed_math", " f1 ", "remote_rm --rm-url http://x"])
+def test_known_graders(run: Run, name: str) -> None:
+    tokens = ["--rm-type", *([name] if name.startswith(" ") else name.split())]
+    assert run(tokens).reward.rm_type == name.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a.jsonl", ("a.jsonl", None)),
+        ("a.jsonl@[0:10]", ("a.jsonl", "0:10")),
+        ("a.jsonl@[-5:]", ("a.jsonl", "-5:")),
+        ("a@[x]", ("a@[x]", None)),
+    ],
+)
+def test_slices(path: str, expected: tuple[str, str | None]) -> None:
+    assert split_slice(path) == expected
+
+
+# Evaluation
+
+
+def test_eval_interval_without_data_is_left_out_and_said(run: Run) -> None:
+    config = run("--eval-interval 50")
+    assert config.eval.eval_interval is None
+    assert "--eval-interval 50 has no effect" in notices(config)
+
+
+def test_eval_sets_accumulate_with_fallbacks(run: Run, prompts: Path) -> None:
+    config = run(
+        f"--eval-prompt-data one {prompts} --eval-prompt-data two {prompts}@[0:3] --eval-interval 2 "
+        "--eval-temperature 0 --n-samples-per-eval-prompt 4 --rollout-top-p 1.0"
+    )
+    first, second = config.eval.eval_datasets
+    assert (first.name, second.name) == ("one", "two")
+    assert second.path.endswith("@[0:3]")
+    assert (first.temperature, first.top_p, first.n_samples_per_eval_prompt) == (0, 1.0, 4)
+    assert (first.input_key, first.label_key, first.max_response_len) == ("prompt", "label", 16)
+
+
+def test_one_lone_eval_path_is_named_aime(run: Run, prompts: Path) -> None:
+    config = run(f"--eval-prompt-data {prompts} --eval-interval 2")
+    assert [d.name for d in config.eval.eval_datasets] == ["aime"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--eval-prompt-data a b c --eval-interval 1", "pairs NAME PATH, found 3"),
+        ("--eval-prompt-data a nowhere.jsonl --eval-interval 1", "--eval-prompt-data nowhere.jsonl: no such file"),
+        ("--eval-config nowhere.yaml --eval-interval 1", "--eval-config nowhere.yaml: cannot be read"),
+        ("--eval-prompt-data a x.jsonl a y.jsonl --eval-interval 1", "the name a is given twice"),
+    ],
+)
+def test_eval_faults(problems: Problems, flags: str, words: str) -> None:
+    assert words in problems(flags)[0]
+
+
+def test_group_rm_cannot_evaluate(problems: Problems, prompts: Path) -> None:
+    assert "--group-rm" in problems(f"--eval-prompt-data a {prompts} --eval-interval 1 --group-rm")[0]
+
+
+# Engines and availability
+
+
+def test_engine_choice(run: Run, problems: Problems, cuda: Surroundings) -> None:
+    assert run().engine.rollout_backend == "embedded"
+    chosen = run("--actor-num-gpus-per-node 4", surroundings=cuda).engine.rollout_backend
+    assert is_available("rollout_backend", chosen)
+    assert "--sglang-router-port" in problems("--sglang-router-ip 1.2.3.4")[0]
+    assert "--rollout-num-gpus-per-engine 2" in problems("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2")[0]
+
+
+def test_rows_of_the_availability_table_are_fields_and_accept_their_default() -> None:
+    specs = {spec.dest: spec for spec in all_flag_specs()}
+    assert set(AVAILABLE_VALUES) <= set(specs)
+    assert [dest for dest in AVAILABLE_VALUES if not is_available(dest, specs[dest].default)] == []
+
+
+_ON = [s.name for s in all_flag_specs() if s.dest in AVAILABLE_VALUES and s.form == "on"]
+_CHOICES = [
+    f"{s.name} {choice}"
+    for s in all_flag_specs()
+    if s.dest in AVAILABLE_VALUES and s.form == "value"
+    for choice in s.choices or ()
+    if not is_available(s.dest, choice)
+]
+
+
+@pytest.mark.parametrize("flags", _ON + _CHOICES)
+def test_settings_with_nothing_behind_them_are_refused(problems: Problems, flags: str) -> None:
+    found = [p for p in problems(flags) if "not available in this version" in p]
+    assert len(found) == 1
+    assert flags.split()[0] in found[0]
+
+
+def test_defaults_of_unavailable_flags_may_be_written_out(run: Run) -> None:
+    run("--update-weight-mode full --rollout-data-transport object-store --qwen-gdn-backend fla --lambd 1.0")
+
+
+def test_every_section_reaches_the_config(run: Run) -> None:
+    config = run()
+    assert all(getattr(config, f.name) is not None for f in fields(Config))
