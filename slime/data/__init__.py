@@ -1,0 +1,1 @@
+"""Prompts in, batches out: data sets, the data source, batching, loss masks, debug dumps."""

@@ -1,0 +1,129 @@
+"""The dict form of a batch that hooks read and write, next to the typed one.
+
+Tests hold: a batch survives the way to columns and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from slime.errors import PluginError
+from slime.types import Float32Array, RolloutBatch
+
+_FLAG = "--custom-convert-samples-to-train-data-path"
+_REQUIRED = ("tokens", "response_lengths", "rewards")
+_TYPED = frozenset(
+    {
+        *_REQUIRED,
+        "raw_reward",
+        "truncated",
+        "sample_indices",
+        "group_ids",
+        "rollout_ids",
+        "loss_masks",
+        "rollout_mask_sums",
+        "weight_versions",
+        "rollout_log_probs",
+        "teacher_log_probs",
+        "metadata",
+    }
+)
+
+
+def fill_missing_ids(ids: Sequence[int | None]) -> list[int]:
+    """Ids with every None replaced by an unused number."""
+    unused = max((i for i in ids if i is not None), default=-1) + 1
+    filled: list[int] = []
+    for i in ids:
+        filled.append(unused if i is None else i)
+        unused += i is None
+    return filled
+
+
+def rollout_mask_sums(loss_masks: Sequence[Float32Array], rollout_ids: Sequence[int]) -> list[float]:
+    """For each sample, the number of trained tokens over all samples with its rollout id."""
+    sums: dict[int, float] = {}
+    for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
+        sums[rollout_id] = sums.get(rollout_id, 0.0) + float(mask.sum())
+    return [sums[rollout_id] for rollout_id in rollout_ids]
+
+
+def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
+    """The batch as the dict of lists that hooks know; the lists are the batch's own."""
+    columns: dict[str, Any] = {
+        "tokens": batch.tokens,
+        "response_lengths": batch.response_lengths,
+        "rewards": batch.rewards,
+        "raw_reward": batch.raw_rewards,
+        "truncated": [int(t) for t in batch.truncated],
+        "sample_indices": batch.sample_indices,
+        "group_ids": batch.group_ids,
+        "rollout_ids": batch.rollout_ids,
+        "loss_masks": batch.loss_masks,
+        "rollout_mask_sums": batch.rollout_mask_sums,
+        "weight_versions": batch.weight_versions,
+    }
+    optional = {
+        "rollout_log_probs": batch.rollout_log_probs,
+        "teacher_log_probs": batch.teacher_log_probs,
+        "metadata": batch.metadata,
+    }
+    columns.update({name: column for name, column in optional.items() if column is not None})
+    return {**columns, **batch.extra}
+
+
+def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: Sequence[int]) -> RolloutBatch:
+    """A batch from the dict of a conversion hook; what can be derived may be left out.
+
+    Args:
+        rollout_id: Number of the rollout.
+        columns: Lists with one entry per sample; unknown names become extra columns.
+        group_ids: Ids of the samples the hook was given, used if it kept their number.
+
+    Raises:
+        PluginError: A required column is missing, or columns do not fit each other.
+    """
+    missing = [name for name in _REQUIRED if name not in columns]
+    if missing:
+        raise PluginError(f"{_FLAG}: columns {', '.join(missing)} are missing; found {', '.join(sorted(columns))}")
+    lengths = [int(n) for n in columns["response_lengths"]]
+    n = len(lengths)
+    masks = columns.get("loss_masks") or [None] * n
+    try:
+        loss_masks = [
+            np.ones(length, dtype=np.float32) if mask is None else np.asarray(mask, dtype=np.float32)
+            for mask, length in zip(masks, lengths, strict=True)
+        ]
+        rollout_ids = fill_missing_ids(list(columns.get("rollout_ids") or [None] * n))
+        own_groups = columns.get("group_ids") or (group_ids if len(group_ids) == n else range(n))
+        rewards = [float(r) for r in columns["rewards"]]
+        return RolloutBatch(
+            rollout_id=rollout_id,
+            tokens=[np.asarray(row, dtype=np.int32) for row in columns["tokens"]],
+            response_lengths=lengths,
+            loss_masks=loss_masks,
+            rewards=rewards,
+            raw_rewards=[float(r) for r in columns.get("raw_reward") or rewards],
+            truncated=[bool(t) for t in columns.get("truncated") or [False] * n],
+            sample_indices=fill_missing_ids(list(columns.get("sample_indices") or [None] * n)),
+            group_ids=[int(g) for g in own_groups],
+            rollout_ids=rollout_ids,
+            rollout_mask_sums=[float(s) for s in columns.get("rollout_mask_sums") or ()]
+            or rollout_mask_sums(loss_masks, rollout_ids),
+            weight_versions=[tuple(v) for v in columns.get("weight_versions") or [()] * n],
+            rollout_log_probs=_float_rows(columns.get("rollout_log_probs")),
+            teacher_log_probs=_float_rows(columns.get("teacher_log_probs")),
+            metadata=list(columns["metadata"]) if columns.get("metadata") else None,
+            extra={name: list(column) for name, column in columns.items() if name not in _TYPED},
+        )
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{_FLAG}: the returned columns do not make a batch: {error}") from error
+
+
+def _float_rows(rows: Any) -> list[Float32Array] | None:
+    if rows is None:
+        return None
+    return [np.asarray(row, dtype=np.float32) for row in cast(Sequence[Any], rows)]

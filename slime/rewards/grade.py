@@ -1,0 +1,44 @@
+"""What a grader answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Reward = float | dict[str, Any]
+"""A number, or a dict when the reward has parts."""
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """A decided reward.
+
+    Args:
+        reward: The reward.
+        unparsed: No answer could be read out of the response; counted.
+        note: Why, as a constant text; told to the operator once per text.
+    """
+
+    reward: Reward
+    unparsed: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """A reward that hangs on work that may be slow or never end; a worker process does it.
+
+    Args:
+        function: ``module:attribute`` of a function that answers with a bool.
+        arguments: Its picklable arguments.
+        if_true: Grade when it answers true.
+        if_false: Grade when it answers false, fails or takes too long.
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+    if_true: Grade
+    if_false: Grade
