@@ -1,0 +1,273 @@
+"""Megatron distributed checkpoints of model, optimizer, schedule and random state.
+
+Owns their content and the collective save and load; names and renames are ``checkpoint_dirs``'.
+A checkpoint can be loaded under another tensor, pipeline or data parallel layout; random state is
+restored on the same layout only. Tests hold: training continues bit for bit on the same layout, and
+with equal losses on another.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from torch import distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from slime.backends.megatron.checkpoint_dirs import CONFIG_FILE, StartPoint, begin_save, finish_save
+from slime.backends.megatron.export import load_hf
+from slime.backends.megatron.parallel import ParallelState
+from slime.config import Config
+from slime.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_VERSION = 3.0
+
+
+class Trainable:
+    """What a checkpoint holds: chunks, and the optimizer and schedule if they are to be kept."""
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any = None, scheduler: Any = None) -> None:
+        self.chunks = list(chunks)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    def model_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Sharded state of the chunks under Megatron's keys."""
+        if len(self.chunks) == 1:
+            return {"model": self.chunks[0].sharded_state_dict(metadata=metadata)}
+        return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.chunks)}
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Put a loaded model state into the chunks."""
+        for i, chunk in enumerate(self.chunks):
+            chunk.load_state_dict(state["model" if len(self.chunks) == 1 else f"model{i}"], strict=False)
+
+    @property
+    def optimizer_parts(self) -> list[Any]:
+        """The optimizers of a chained one."""
+        return list(self.optimizer.chained_optimizers)
+
+
+def save_checkpoint(trainable: Trainable, config: Config, parallel: ParallelState, root: Path, rollout_id: int) -> None:
+    """Write ``{root}/iter_{rollout_id:07d}``; it gets its name when it is complete. Collective over all ranks.
+
+    Args:
+        trainable: What to save.
+        config: Dumped beside the weights.
+        parallel: This rank's place.
+        root: ``--save``.
+        rollout_id: The rollout whose training it contains.
+
+    Raises:
+        CheckpointError: Writing failed.
+    """
+    first = parallel.rank == 0
+    target = _on_first_rank(lambda: str(begin_save(root, rollout_id)), parallel)
+    metadata = _content_metadata(parallel)
+    with _checkpoint_faults(f"writing {root}"), _queue_in_process():
+        state = _full_state(trainable, config, parallel, metadata, rollout_id)
+        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.dp_cp_group)
+        stored = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+        dist_checkpointing.save(state, target, strategy, content_metadata=stored, async_strategy="mcore")
+    if first:
+        (Path(target) / CONFIG_FILE).write_text(config.to_json())
+    _on_first_rank(lambda: finish_save(root, rollout_id, keep=config.checkpoint.keep_checkpoints), parallel)
+
+
+def load_weights(trainable: Trainable, config: Config, parallel: ParallelState, point: StartPoint) -> None:
+    """Load a start point's weights only. Collective for a Megatron checkpoint.
+
+    An optimizer takes its fp32 master weights over from the model's.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the model.
+    """
+    if point.kind == "hf":
+        load_hf(trainable.chunks, config, point.path)
+    else:
+        state = trainable.model_state(_content_metadata(parallel))
+        trainable.load_model_state(_load(state, point.path, parallel))
+    if trainable.optimizer is not None:
+        trainable.optimizer.reload_model_params()
+
+
+def resume(trainable: Trainable, config: Config, parallel: ParallelState, point: StartPoint) -> None:
+    """Load everything a checkpoint holds that the flags do not exclude. Collective over all ranks.
+
+    ``--no-load-optim`` leaves optimizer and schedule fresh, ``--no-load-rng`` the random state.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the model, or has no optimizer state.
+    """
+    common = _load_common(point.path)
+    with_optimizer = not config.megatron.get("no_load_optim", False)
+    if with_optimizer and not common.get("has_optimizer", True):
+        raise CheckpointError(f"{point.path} was saved with --no-save-optim; add --no-load-optim to start a fresh one")
+    same_layout = common.get("layout") == _layout(parallel)
+    with_rng = not config.megatron.get("no_load_rng", False) and common.get("has_rng", False) and same_layout
+    if not same_layout:
+        logger.info("%s was saved under another parallel layout; the random state starts anew", point.path)
+    metadata = _content_metadata(parallel)
+    state = trainable.model_state(metadata)
+    if with_optimizer:
+        # A fresh torch optimizer has no state to describe yet; megatron asserts that there is one.
+        for part in trainable.optimizer_parts:
+            part._init_optimizer_states_with_dummy_values()
+        state["optimizer"] = trainable.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    if with_rng:
+        state["rng_state"] = _rng_object(None, parallel)
+    loaded = _load(state, point.path, parallel)
+    trainable.load_model_state(loaded)
+    if with_optimizer:
+        with torch.no_grad():
+            trainable.optimizer.load_state_dict(loaded["optimizer"])
+        trainable.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    else:
+        trainable.optimizer.reload_model_params()
+    if with_rng:
+        _restore_rng(loaded["rng_state"][0])
+
+
+def _full_state(
+    trainable: Trainable, config: Config, parallel: ParallelState, metadata: dict[str, Any], rollout_id: int
+) -> dict[str, Any]:
+    with_optimizer = not config.checkpoint.no_save_optim
+    with_rng = not config.megatron.get("no_save_rng", False)
+    state = trainable.model_state(metadata)
+    if with_optimizer:
+        state["optimizer"] = trainable.optimizer.sharded_state_dict(state, metadata=metadata)
+        state["opt_param_scheduler"] = trainable.scheduler.state_dict()
+    if with_rng:
+        state["rng_state"] = _rng_object([_rng_state()], parallel)
+    state |= {
+        "iteration": rollout_id,
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "layout": _layout(parallel),
+        "has_optimizer": with_optimizer,
+        "has_rng": with_rng,
+    }
+    return state
+
+
+def _content_metadata(parallel: ParallelState) -> dict[str, Any]:
+    """How Megatron is to shard: only this form of the optimizer's state can change its layout."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel.dp_cp_group,
+    }
+
+
+def _layout(parallel: ParallelState) -> dict[str, int]:
+    return {
+        "tp": parallel.tp_size,
+        "pp": parallel.pp_size,
+        "vpp": parallel.vpp_size,
+        "cp": parallel.cp_size,
+        "ep": parallel.ep_size,
+        "world": parallel.world_size,
+    }
+
+
+def _load(state: dict[str, Any], path: Path, parallel: ParallelState) -> dict[str, Any]:
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), parallel.dp_cp_group)
+    with _checkpoint_faults(f"loading {path}"):
+        return dist_checkpointing.load(state, str(path), strategy)
+
+
+def _load_common(path: Path) -> dict[str, Any]:
+    with _checkpoint_faults(f"loading {path}"):
+        return dist_checkpointing.load_common_state_dict(str(path))
+
+
+def _rng_object(state: list[dict[str, Any]] | None, parallel: ParallelState) -> ShardedObject:
+    return ShardedObject(
+        "rng_state",
+        state,
+        (parallel.pp_size, parallel.tp_size),
+        (parallel.pp_rank, parallel.tp_rank),
+        replica_id=mpu.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _on_first_rank(action: Any, parallel: ParallelState) -> Any:
+    """Run on rank 0 and give every rank the result, or the failure."""
+    outcome: list[Any] = [None]
+    if parallel.rank == 0:
+        try:
+            outcome = [(True, action())]
+        except OSError as error:
+            outcome = [(False, str(error))]
+    if parallel.world_size > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    ok, value = outcome[0]
+    if not ok:
+        raise CheckpointError(f"a checkpoint could not be written: {value}; check --save and the free space")
+    return value
+
+
+@contextmanager
+def _queue_in_process() -> Any:
+    """Collect the writers' results without a helper process.
+
+    megatron starts a multiprocessing Manager for them, which outlives a killed rank. A save in the
+    foreground writes from threads of this process, for which a plain queue is enough.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+@contextmanager
+def _checkpoint_faults(doing: str) -> Any:
+    """Name the checkpoint in whatever goes wrong; torch's ``CheckpointException`` is no ``Exception``."""
+    try:
+        yield
+    except (CheckpointException, OSError, KeyError, RuntimeError, ValueError, AssertionError) as error:
+        raise CheckpointError(f"{doing} failed: {error}") from error
+    except dist_checkpointing.core.CheckpointingException as error:
+        raise CheckpointError(f"{doing} failed: {error}") from error

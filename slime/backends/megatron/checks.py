@@ -1,0 +1,77 @@
+"""Numbers of an optimizer step that must hold: bounds the user set, and the invariants of ``--ci-test``.
+
+Owns comparison and messages. Tests hold: each check passes and fails as stated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime.config import Config
+from slime.errors import TrainerError
+
+logger = logging.getLogger(__name__)
+
+NEARLY_ZERO = 1e-6
+GRAD_NORM_TOLERANCE = 0.01
+ROLE = "actor"
+
+
+def check_step(config: Config, metrics: Mapping[str, float], *, rollout_id: int, step_id: int) -> None:
+    """Compare one optimizer step's metrics with what the flags demand.
+
+    Args:
+        config: The resolved configuration.
+        metrics: ``train/*`` of the step.
+        rollout_id: Rollout being trained.
+        step_id: Optimizer step within it.
+
+    Raises:
+        TrainerError: ``--max-logprob-diff`` with action stop, or an invariant of ``--ci-test``, is violated.
+    """
+    _check_engine_difference(config, metrics, rollout_id)
+    if config.debug.ci_test and rollout_id == 0 and step_id == 0:
+        _check_first_step(config, metrics)
+    _check_grad_norm(config, metrics["train/grad_norm"], rollout_id, step_id)
+
+
+def _check_engine_difference(config: Config, metrics: Mapping[str, float], rollout_id: int) -> None:
+    bound = config.algorithm.max_logprob_diff
+    found = metrics.get("train/train_rollout_logprob_abs_diff")
+    if bound is None or found is None or found <= bound:
+        return
+    message = (
+        f"rollout {rollout_id}: trainer and engine log-probs differ by {found:.4g} on average, more than "
+        f"--max-logprob-diff {bound:g}"
+    )
+    if config.algorithm.max_logprob_diff_action == "stop":
+        raise TrainerError(f"{message}; compare model flags, precision and weight versions of both sides")
+    logger.warning(message)
+
+
+def _check_first_step(config: Config, metrics: Mapping[str, float]) -> None:
+    limits = {"train/train_rollout_logprob_abs_diff": config.debug.ci_train_rollout_logprob_abs_diff_threshold}
+    if not config.debug.ci_disable_kl_checker:
+        limits |= {"train/ppo_kl": NEARLY_ZERO, "train/kl_loss": NEARLY_ZERO}
+    for name, limit in limits.items():
+        if abs(metrics.get(name, 0.0)) > limit:
+            raise TrainerError(f"--ci-test: {name} is {metrics[name]:.4g} at the first step, allowed is {limit:g}")
+
+
+def _check_grad_norm(config: Config, norm: float, rollout_id: int, step_id: int) -> None:
+    def path(template: str) -> Path:
+        return Path(template.format(role=ROLE, rollout_id=rollout_id, step_id=step_id))
+
+    if config.debug.ci_save_grad_norm:
+        target = path(config.debug.ci_save_grad_norm)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(norm))
+    if config.debug.ci_load_grad_norm:
+        expected = float(json.loads(path(config.debug.ci_load_grad_norm).read_text()))
+        if abs(norm - expected) > GRAD_NORM_TOLERANCE * abs(expected):
+            raise TrainerError(
+                f"rollout {rollout_id} step {step_id}: gradient norm {norm:.6g}, recorded was {expected:.6g}"
+            )

@@ -1,0 +1,214 @@
+"""Log-probs and entropy of chosen tokens from vocabulary-parallel logits.
+
+Works in fp32 on chunks of rows: besides the logits themselves only per-row scalars outlive the
+forward, so that no second full copy of the logits exists, and the backward may write the gradient
+over them. Owns nothing of the model; a row of logits may serve several tokens (continuations of one
+prompt). Tests hold: values and gradients equal a float64 ``log_softmax`` for any chunk size and any
+split of the vocabulary over ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+# Rows per chunk when none is asked for: temporaries stay in the cache of a CPU core, and on a GPU are
+# large enough to keep it busy.
+AUTO_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabShard:
+    """The vocabulary columns this rank holds.
+
+    Args:
+        start: Token id of column 0.
+        num_valid: Columns that are real tokens; the rest is padding and takes part in nothing.
+        group: Ranks that hold the other columns; None when there are none.
+    """
+
+    start: int
+    num_valid: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, vocab_size: int, num_columns: int, rank: int = 0, group: dist.ProcessGroup | None = None) -> VocabShard:
+        """Shard ``rank`` of a vocabulary padded to equal shards of ``num_columns``."""
+        start = rank * num_columns
+        return cls(start=start, num_valid=min(max(vocab_size - start, 0), num_columns), group=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """``log_probs`` ``[R]`` float32 of the chosen tokens; ``entropy`` ``[R]`` float32 when asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+
+
+def score_tokens(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    *,
+    rows: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+    reuse_logits: bool = False,
+) -> TokenScores:
+    """Score chosen tokens. Collective over ``shard.group`` in the forward only.
+
+    Args:
+        logits: ``[U, V/tp]`` any float dtype.
+        targets: ``[R]`` int64 global token ids.
+        shard: The columns of ``logits``.
+        rows: ``[R]`` int64 row of ``logits`` that predicts each target; None means row r for target r.
+        temperature: Divides the logits.
+        chunk_size: Rows per chunk; -1 picks one.
+        with_entropy: Also return the entropy of each target's distribution.
+        reuse_logits: Let the backward write the gradient over ``logits``; only when nothing else
+            reads them and the backward runs once.
+
+    Returns:
+        The scores; every rank of the group gets the same.
+    """
+    if rows is None:
+        rows = torch.arange(len(targets), device=targets.device)
+    if chunk_size <= 0:
+        budget = AUTO_CHUNK_ELEMENTS.get(logits.device.type, AUTO_CHUNK_ELEMENTS["cuda"])
+        chunk_size = max(1, budget // max(logits.size(1), 1))
+    options = _Options(shard, 1.0 / temperature, chunk_size, with_entropy, reuse_logits)
+    log_probs, entropy = _ScoreTokens.apply(logits, targets, rows, options)
+    return TokenScores(log_probs=log_probs, entropy=entropy.index_select(0, rows) if with_entropy else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    shard: VocabShard
+    inverse_temperature: float
+    chunk: int
+    with_entropy: bool
+    reuse_logits: bool
+
+    def accumulate_dtype(self, logits: Tensor) -> torch.dtype:
+        return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """``(logits [U, V/tp], targets [R], rows [R]) -> (log-probs [R], entropy [U])``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, targets: Tensor, rows: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor]:
+        shard, scale = options.shard, options.inverse_temperature
+        dtype = options.accumulate_dtype(logits)
+        peak, log_sum, mean_logit = _row_statistics(logits, options)
+        log_normaliser = log_sum + peak
+        column, held = _local_columns(targets, shard)
+        chosen = logits[rows, column].to(dtype) * scale
+        chosen = torch.where(held, chosen, chosen.new_zeros(()))
+        if shard.group is not None:
+            dist.all_reduce(chosen, group=shard.group)
+        entropy = log_normaliser - mean_logit if options.with_entropy else log_normaliser.new_zeros(0)
+        ctx.options = options
+        ctx.save_for_backward(logits, targets, rows, log_normaliser, entropy)
+        if not options.with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        # Peak first: a confident token's log-prob is tiny, and would drown in the rounding of large logits.
+        log_probs = (chosen - peak.index_select(0, rows)) - log_sum.index_select(0, rows)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        logits, targets, rows, log_normaliser, entropy = ctx.saved_tensors
+        options: _Options = ctx.options
+        shard, scale = options.shard, options.inverse_temperature
+        grad_logits = logits.detach() if options.reuse_logits else torch.empty_like(logits)
+        grad_log_probs = grad_log_probs.to(log_normaliser.dtype)
+        row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, grad_log_probs)
+        column, held = _local_columns(targets, shard)
+        for start in range(0, len(logits), options.chunk):
+            span = slice(start, start + options.chunk)
+            z = logits[span, : shard.num_valid].to(log_normaliser.dtype) * scale - log_normaliser[span, None]
+            p = z.exp()
+            grad = p * -row_totals[span, None]
+            if options.with_entropy:
+                # dH/dx = -p (log p + H); p = 0 contributes nothing, though log p is -inf there.
+                slope = torch.where(p > 0, p * (z + entropy[span, None]), torch.zeros_like(p))
+                grad -= grad_entropy[span, None] * slope
+            # The chosen entry is g (1 - p): adding g before rounding to the logits' dtype keeps the
+            # digits that remain when p is close to 1.
+            inside = held & (rows >= start) & (rows < start + len(z))
+            index = torch.where(inside, (rows - start) * shard.num_valid + column, torch.zeros_like(rows))
+            share = torch.where(inside, grad_log_probs, torch.zeros_like(grad_log_probs))
+            if grad.numel():
+                grad.view(-1).scatter_add_(0, index, share)
+            grad_logits[span, : shard.num_valid] = grad.mul_(scale)
+        grad_logits[:, shard.num_valid :] = 0
+        return grad_logits, None, None, None
+
+
+def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
+    column = targets - shard.start
+    held = (column >= 0) & (column < shard.num_valid)
+    return torch.where(held, column, torch.zeros_like(column)), held
+
+
+def _row_statistics(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Over all shards, ``[U]`` each: largest logit, log of the sum of exponentials above it, mean logit."""
+    shard, scale, dtype = options.shard, options.inverse_temperature, options.accumulate_dtype(logits)
+    peak = logits.new_full((len(logits),), float("-inf"), dtype=dtype)
+    if shard.num_valid:
+        peak = logits[:, : shard.num_valid].amax(dim=1).to(dtype) * scale
+    if shard.group is not None:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
+    sums = peak.new_zeros(2, len(logits))
+    for start in range(0, len(logits), options.chunk):
+        span = slice(start, start + options.chunk)
+        x = logits[span, : shard.num_valid].to(dtype) * scale
+        e = (x - peak[span, None]).exp_()
+        sums[0, span] = e.sum(dim=1)
+        if options.with_entropy:
+            sums[1, span] = torch.where(e > 0, e * x, torch.zeros_like(e)).sum(dim=1)
+    if shard.group is not None:
+        dist.all_reduce(sums, group=shard.group)
+    return peak, sums[0].log(), sums[1] / sums[0]
+
+
+def complete_over_context(local: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    """Response tokens that context-parallel ranks scored, put together on every rank.
+
+    Collective over ``group`` in the forward only: each rank computes the same loss from the whole
+    and takes the gradient of its own tokens, which Megatron then sums over the group.
+
+    Args:
+        local: ``[r]`` values of the tokens predicted on this rank.
+        places: ``[r]`` int64 where they stand among all response tokens.
+        total: Number of all response tokens.
+        group: The context-parallel group.
+
+    Returns:
+        ``[total]``.
+    """
+    return _CompleteOverContext.apply(local, places, total, group)  # type: ignore[no-any-return]
+
+
+class _CompleteOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(places)
+        whole = local.new_zeros(total).index_copy_(0, places, local)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None, None

@@ -1,0 +1,133 @@
+"""The loss of one micro-batch: which one the flags ask for, from scores and columns to sums.
+
+Owns the choice between policy, supervised and custom loss and its inputs. Scaling for Megatron and
+reduction over ranks are ``step``'s. Tests hold: the policy loss equals a float64 reference over
+transformers' logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms import ALGORITHMS
+from slime.algorithms.losses import sft_loss
+from slime.algorithms.objective import (
+    ClipRange,
+    Objective,
+    ObjectiveSettings,
+    PolicyInputs,
+    policy_objective,
+)
+from slime.algorithms.reduction import TokenReducer, blank_masked
+from slime.backends.megatron.batches import MicroBatch
+from slime.backends.megatron.hooks import TrainHooks, correction_for, pg_reducer_for
+from slime.backends.megatron.logprobs import TokenScores
+from slime.backends.megatron.rollout_columns import Column, RolloutColumns, to_hook_data
+from slime.config import Config
+from slime.errors import DataError, PluginError
+from slime.types import RolloutBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossContext:
+    """What losses need beside the scores; the same for all micro-batches of a rollout."""
+
+    config: Config
+    hooks: TrainHooks
+    batch: RolloutBatch
+    columns: RolloutColumns
+    old_from_engine: bool = False
+
+    def reducer(self, micro_batch: MicroBatch) -> TokenReducer:
+        """How the flags weigh tokens."""
+        mask = self.mask(micro_batch)
+        if self.config.algorithm.calculate_per_token_loss:
+            return TokenReducer.per_token(mask)
+        sums = [self.batch.rollout_mask_sums[i] for i in micro_batch.samples] or [1.0]
+        return TokenReducer.per_rollout(mask, sums, micro_batch.response_lengths)
+
+    def mask(self, micro_batch: MicroBatch) -> Tensor:
+        """``[R]`` loss mask; all zero for a placeholder."""
+        return micro_batch.flatten(self.columns.masks)
+
+
+def objective_settings(config: Config) -> ObjectiveSettings:
+    """The coefficients of the objective, without a correction."""
+    algorithm = config.algorithm
+    high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
+    return ObjectiveSettings(
+        clip=ClipRange(low=algorithm.eps_clip, high=high, dual=algorithm.eps_clip_c),
+        entropy_coef=algorithm.entropy_coef,
+        kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else None,
+        kl_kind=algorithm.kl_loss_type,
+        unbiased_kl=algorithm.use_unbiased_kl,
+        opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
+    )
+
+
+def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScores) -> Objective:
+    """The estimator's policy objective."""
+    columns, algorithm = context.columns, context.config.algorithm
+    if columns.advantages is None:
+        raise DataError("the policy loss needs advantages; remove --disable-compute-advantages-and-returns")
+    if algorithm.use_tis and columns.rollout_log_probs is None:
+        raise DataError("--use-tis: the samples carry no rollout_log_probs; the generate function must record them")
+    reducer = context.reducer(micro_batch)
+    old = columns.rollout_log_probs if context.old_from_engine else columns.old_log_probs
+
+    def flat(column: Column | None) -> Tensor | None:
+        return None if column is None else micro_batch.flatten(column)
+
+    inputs = PolicyInputs(
+        log_probs=scores.log_probs,
+        entropy=scores.entropy,
+        advantages=micro_batch.flatten(columns.advantages),
+        mask=reducer.mask,
+        lengths=micro_batch.response_lengths,
+        old_log_probs=flat(old),
+        rollout_log_probs=flat(columns.rollout_log_probs),
+        ref_log_probs=flat(columns.ref_log_probs),
+        old_from_engine=context.old_from_engine,
+    )
+    correction = correction_for(context.config, context.hooks, micro_batch, reducer.mask)
+    return policy_objective(
+        inputs,
+        ALGORITHMS[algorithm.advantage_estimator].form,
+        replace(objective_settings(context.config), correction=correction),
+        reducer,
+        pg_reducer_for(context.hooks, micro_batch, per_token=algorithm.calculate_per_token_loss),
+    )
+
+
+def supervised_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScores) -> Objective:
+    """Negative log-likelihood of the unmasked response tokens."""
+    reducer = context.reducer(micro_batch)
+    loss = reducer(sft_loss(blank_masked(scores.log_probs, reducer.mask)))
+    return Objective(loss=loss, sums={"loss": loss.detach()})
+
+
+def custom_loss(context: LossContext, micro_batch: MicroBatch, logits: Tensor) -> Objective:
+    """The user's loss on fp32 logits ``[1, T, V/tp]`` of every token of the row."""
+    function = context.hooks.loss
+    assert function is not None
+    reducer = context.reducer(micro_batch)
+    if not micro_batch.samples:
+        nothing = logits.sum() * 0
+        return Objective(loss=nothing, sums={})
+    data = to_hook_data(context.batch, context.columns, micro_batch.samples)
+    result: Any = function(context.hooks.args, data, logits.float()[None], reducer)
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
+        raise PluginError("--custom-loss-function-path must return (loss tensor, dict of metric tensors)")
+    loss, metrics = result
+    loss = loss if loss.requires_grad else loss + logits.sum() * 0
+    return Objective(loss=loss, sums=_metric_sums(loss, metrics))
+
+
+def _metric_sums(loss: Tensor, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    values = {name: torch.as_tensor(value, device=loss.device).detach().float() for name, value in metrics.items()}
+    return {"loss": loss.detach().float()} | values

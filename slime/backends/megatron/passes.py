@@ -1,0 +1,173 @@
+"""Passes of micro-batches through this rank's part of the model, by Megatron's own schedule.
+
+Owns the forward step that all passes share, and the scoring of response tokens from its output. What
+is done with the scores is the caller's: collect them (``scoring``) or make a loss of them (``step``).
+Collective over tensor-, context- and pipeline-parallel groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from slime.backends.megatron.batches import MicroBatch
+from slime.backends.megatron.logprobs import TokenScores, VocabShard, complete_over_context, score_tokens
+from slime.backends.megatron.parallel import ParallelState
+
+# Shapes travel with the data (variable_seq_lengths); the schedule only wants some number here.
+ANY_LENGTH = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreSettings:
+    """How response tokens are scored.
+
+    Args:
+        vocab_size: Real tokens; padded columns of the head take part in nothing.
+        temperature: Divides the logits.
+        chunk_size: Rows of logits handled at once; -1 picks a number.
+        recompute: Recompute head and scores in the backward, chunk by chunk, instead of keeping logits.
+        half: The model computes in half precision (its outputs then stay in it).
+    """
+
+    vocab_size: int
+    temperature: float
+    chunk_size: int
+    recompute: bool
+    half: bool
+
+
+class ModelPasses:
+    """This rank's model chunks and how to run micro-batches through them."""
+
+    def __init__(self, chunks: Sequence[Any], parallel: ParallelState, settings: ScoreSettings) -> None:
+        self.chunks = list(chunks)
+        self.parallel = parallel
+        self._settings = settings
+        self._call_options: dict[str, Any] = {"fp32_output": False} if settings.half else {}
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[MicroBatch, Tensor], Any],
+        *,
+        forward_only: bool,
+        fused_scores: bool = False,
+        with_entropy: bool = False,
+    ) -> list[Any]:
+        """Run all micro-batches forward, and backward unless ``forward_only``.
+
+        Args:
+            micro_batches: The same number on every rank.
+            finish: On the last stage, what becomes of a micro-batch's output. Backward passes: the
+                loss, the number of tokens and a value to collect; else only the value.
+            forward_only: No backward.
+            fused_scores: Let the head return scores instead of logits, for ``fused``.
+            with_entropy: Whether fused scores include the entropy.
+
+        Returns:
+            Collected values, one per micro-batch; empty on other stages.
+        """
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro_batch = next(iterator)
+            options = dict(self._call_options)
+            if fused_scores:
+                options["head"] = partial(self._head_scores, micro_batch, with_entropy)
+            index = micro_batch.logit_index
+            if fused_scores:
+                index = index[micro_batch.rows]
+            output = model(micro_batch.tokens, micro_batch.row, index, **options)
+            return output, partial(_finish, finish, micro_batch)
+
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=ANY_LENGTH,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def score(
+        self, micro_batch: MicroBatch, logits: Tensor, *, with_entropy: bool, reuse_logits: bool = False
+    ) -> TokenScores:
+        """Scores of all R response tokens of a micro-batch from its logits ``[U, V/tp]``.
+
+        Collective over tensor- and context-parallel groups.
+        """
+        settings = self._settings
+        scores = score_tokens(
+            logits,
+            micro_batch.targets,
+            self._shard(logits.size(1)),
+            rows=micro_batch.rows,
+            temperature=settings.temperature,
+            chunk_size=settings.chunk_size,
+            with_entropy=with_entropy,
+            reuse_logits=reuse_logits,
+        )
+        return self._complete(micro_batch, scores)
+
+    def unpack_fused(self, micro_batch: MicroBatch, output: Tensor, *, with_entropy: bool) -> TokenScores:
+        """Scores of all R response tokens from what a head with ``fused_scores`` returned."""
+        return self._complete(
+            micro_batch, TokenScores(log_probs=output[0], entropy=output[1] if with_entropy else None)
+        )
+
+    def _shard(self, num_columns: int) -> VocabShard:
+        parallel = self.parallel
+        group = parallel.tp_group if parallel.tp_size > 1 else None
+        return VocabShard.of(self._settings.vocab_size, num_columns, parallel.tp_rank, group)
+
+    def _complete(self, micro_batch: MicroBatch, scores: TokenScores) -> TokenScores:
+        if micro_batch.places is None:
+            return scores
+        places, total, group = micro_batch.places, micro_batch.num_response_tokens, self.parallel.cp_group
+        entropy = scores.entropy
+        return TokenScores(
+            log_probs=complete_over_context(scores.log_probs, places, total, group),
+            entropy=None if entropy is None else complete_over_context(entropy, places, total, group),
+        )
+
+    def _head_scores(
+        self, micro_batch: MicroBatch, with_entropy: bool, hidden: Tensor, project: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """``[1 or 2, r]`` log-probs (and entropy) of hidden states ``[r, H]``, keeping no logits."""
+        settings = self._settings
+        size = settings.chunk_size if settings.chunk_size > 0 else max(len(hidden), 1)
+
+        def score(states: Tensor, targets: Tensor) -> Tensor:
+            logits = project(states)
+            found = score_tokens(
+                logits,
+                targets,
+                self._shard(logits.size(1)),
+                temperature=settings.temperature,
+                chunk_size=settings.chunk_size,
+                with_entropy=with_entropy,
+                reuse_logits=True,
+            )
+            return torch.stack([found.log_probs] if found.entropy is None else [found.log_probs, found.entropy])
+
+        spans = zip(hidden.split(size), micro_batch.targets.split(size), strict=True)
+        return torch.cat([checkpoint(score, h, t, use_reentrant=False) for h, t in spans], dim=1)
+
+
+def _finish(
+    finish: Callable[[MicroBatch, Tensor], Any], micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = False
+) -> Any:
+    # Megatron calls this with non_loss_data=True in a pass without a loss.
+    del non_loss_data
+    return finish(micro_batch, output)

@@ -1,0 +1,180 @@
+"""What is known about a rollout before the first optimizer step: which forward passes run, and their results.
+
+Owns the rules for skipping the old-policy pass, the forward-only passes, and the advantages made from
+them. Tests hold: the old pass is skipped exactly when current and old policy are the same; scores do
+not depend on how samples are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from slime.algorithms import ALGORITHMS
+from slime.algorithms.advantages import AdvantageInputs, subtract_distillation_kl
+from slime.algorithms.kl import approx_kl
+from slime.algorithms.reduction import whiten
+from slime.backends.megatron.batches import MicroBatch
+from slime.backends.megatron.parallel import ParallelState
+from slime.backends.megatron.passes import ModelPasses
+from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data
+from slime.config import Config
+from slime.errors import DataError, PluginError
+from slime.types import RolloutBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassPlan:
+    """Which forward-only passes a rollout needs.
+
+    Args:
+        ref: Reference log-probs.
+        old: Log-probs of the policy before the update.
+        old_from_engine: The engine's log-probs are the old ones for the loss.
+    """
+
+    ref: bool
+    old: bool
+    old_from_engine: bool
+
+
+def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
+    """Decide which forward-only passes run for a rollout of ``num_steps`` optimizer steps.
+
+    With a single step the policy that is updated is the one being differentiated, so its own detached
+    log-probs are the old ones, unless something else needs them before that step.
+    """
+    algorithm = config.algorithm
+    spec = ALGORITHMS[algorithm.advantage_estimator]
+    if not algorithm.compute_advantages_and_returns:
+        return PassPlan(ref=False, old=False, old_from_engine=False)
+    replays_own_routing = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
+    same_policy = (
+        num_steps == 1
+        and algorithm.loss_type == "policy_loss"
+        and algorithm.kl_coef == 0
+        and not algorithm.get_mismatch_metrics
+        and not spec.needs_critic
+        and not config.rollout.keep_old_actor
+        and not algorithm.use_opd
+        and not replays_own_routing
+        and not spec.needs_old_log_probs
+    )
+    engine_is_enough = algorithm.use_rollout_logprobs and not algorithm.get_mismatch_metrics
+    return PassPlan(
+        ref=algorithm.kl_coef != 0 or algorithm.use_kl_loss,
+        old=not same_policy and not engine_is_enough,
+        old_from_engine=algorithm.use_rollout_logprobs,
+    )
+
+
+def score_rollout(
+    passes: ModelPasses, micro_batches: Sequence[MicroBatch], *, with_entropy: bool = False
+) -> tuple[Column, Column | None]:
+    """Log-probs (and entropy) of all response tokens under the weights now in the model.
+
+    Collective over tensor-, context- and pipeline-parallel groups.
+
+    Returns:
+        Columns; empty on all but the last pipeline stage.
+    """
+
+    def finish(micro_batch: MicroBatch, logits: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        scores = passes.score(micro_batch, logits, with_entropy=with_entropy)
+        entropy = {} if scores.entropy is None else micro_batch.unflatten(scores.entropy)
+        return micro_batch.unflatten(scores.log_probs), entropy
+
+    log_probs: Column = {}
+    entropies: Column = {}
+    for found, entropy in passes.run(micro_batches, finish, forward_only=True):
+        log_probs |= found
+        entropies |= entropy
+    return log_probs, entropies if with_entropy else None
+
+
+CustomAdvantages = Callable[[Any, dict[str, Any]], None]
+
+
+def compute_advantages(
+    config: Config,
+    batch: RolloutBatch,
+    columns: RolloutColumns,
+    samples: Sequence[int],
+    parallel: ParallelState,
+    custom: CustomAdvantages | None = None,
+    plugin_args: Any = None,
+) -> None:
+    """Fill ``kl``, ``advantages`` and ``returns`` of this rank's samples.
+
+    Collective over the data-parallel group when advantages are whitened. Runs on the last pipeline
+    stage only, where the log-probs are.
+
+    Raises:
+        DataError: On-policy distillation without teacher log-probs.
+        PluginError: A custom function did not set advantages and returns.
+    """
+    algorithm = config.algorithm
+    columns.kl = _token_kl(config, columns)
+    if custom is not None:
+        flag = "--custom-advantage-function-path"
+        data = to_hook_data(batch, columns, samples)
+        custom(plugin_args, data)
+        missing = [name for name in ("advantages", "returns") if name not in data]
+        if missing:
+            raise PluginError(f"{flag}: the function did not set rollout_data[{missing[0]!r}]")
+        from_hook_data(data, batch, columns, samples, flag=flag)
+    else:
+        found = ALGORITHMS[algorithm.advantage_estimator].estimate(
+            AdvantageInputs(
+                rewards=[batch.rewards[i] for i in samples],
+                kl=[columns.kl[i] for i in samples],
+                masks=[columns.masks[i] for i in samples],
+                kl_coef=algorithm.kl_coef,
+                gamma=algorithm.gamma,
+                lambd=algorithm.lambd,
+            )
+        )
+        columns.advantages = dict(zip(samples, found.advantages, strict=True))
+        columns.returns = dict(zip(samples, found.returns, strict=True))
+    assert columns.advantages is not None
+    rows = [columns.advantages[i] for i in samples]
+    if algorithm.use_opd:
+        rows = _distil(config, columns, samples, rows)
+    if algorithm.normalize_advantages:
+        rows = whiten(rows, [columns.masks[i] for i in samples], all_reduce=_sum_over(parallel))
+    columns.advantages = dict(zip(samples, rows, strict=True))
+
+
+def _token_kl(config: Config, columns: RolloutColumns) -> Column:
+    if config.algorithm.kl_coef == 0 or columns.ref_log_probs is None:
+        return {i: torch.zeros_like(mask) for i, mask in columns.masks.items()}
+    current = columns.old_log_probs
+    assert current is not None, "a KL penalty needs the old-policy pass"
+    kind = config.algorithm.kl_loss_type
+    return {i: approx_kl(current[i], ref, kind) for i, ref in columns.ref_log_probs.items()}
+
+
+def _distil(config: Config, columns: RolloutColumns, samples: Sequence[int], rows: list[Tensor]) -> list[Tensor]:
+    student, teacher = columns.old_log_probs, columns.teacher_log_probs
+    if student is None or teacher is None:
+        raise DataError(
+            "--use-opd: the samples carry no teacher log-probs; the reward function of --opd-type sglang sets "
+            "sample.teacher_log_probs"
+        )
+    coefficient = config.algorithm.opd_kl_coef
+    return subtract_distillation_kl(rows, [student[i] for i in samples], [teacher[i] for i in samples], coefficient)
+
+
+def _sum_over(parallel: ParallelState) -> Callable[[Tensor], Tensor]:
+    def all_reduce(x: Tensor) -> Tensor:
+        if parallel.dp_size > 1:
+            x = x.to(parallel.device)
+            dist.all_reduce(x, group=parallel.dp_group)
+        return x
+
+    return all_reduce

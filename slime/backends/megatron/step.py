@@ -1,0 +1,257 @@
+"""One optimizer step: backward passes, scaling, metrics, the guarded update.
+
+Owns how a sum over local tokens becomes the exact global mean after everything Megatron multiplies
+and divides by, the reduction of metrics over micro-batches and ranks, and the refusal to apply an
+update that is not finite. Tests hold: loss, gradient norm and updated weights do not depend on
+micro-batches, order, data, tensor or context parallelism.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from torch import distributed as dist
+
+from slime.algorithms.objective import Objective
+from slime.backends.megatron.batches import MicroBatch
+from slime.backends.megatron.loss import LossContext, custom_loss, policy_loss, supervised_loss
+from slime.backends.megatron.parallel import ParallelState
+from slime.backends.megatron.passes import ModelPasses
+from slime.backends.megatron.rollout_columns import Column
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """What sums of one optimizer step are divided by; known before its first micro-batch.
+
+    Args:
+        num_rollouts: Trajectories of the step.
+        num_tokens: Sum over its samples of their mask sum, each at least 1.
+        per_token: Whether the loss is a mean over tokens.
+    """
+
+    num_rollouts: int
+    num_tokens: int
+    per_token: bool
+
+    @property
+    def of_metrics(self) -> int:
+        """What a metric's sum is divided by."""
+        return max(self.num_tokens if self.per_token else self.num_rollouts, 1)
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Args:
+        metrics: Without prefix; on every rank.
+        applied: Whether the update was applied.
+        log_probs: Log-probs of this rank's response tokens before the update, on the last stage.
+    """
+
+    metrics: dict[str, float]
+    applied: bool
+    log_probs: Column = field(default_factory=dict)
+
+
+def prepare_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Tell Megatron's schedules about loss scale, gradient reduction and its overlap, as its trainer does."""
+    config = get_model_config(chunks[0])
+    ddp_config = chunks[0].ddp_config
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    # A NaN must lead to a skipped step that all ranks agree on, not to an exception in one of them.
+    for chunk in chunks:
+        chunk.ddp_config.check_for_nan_in_grad = False
+    single = len(chunks) == 1
+    if ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync[0] if single else no_sync
+
+
+class TrainStep:
+    """Runs optimizer steps of one model."""
+
+    def __init__(self, passes: ModelPasses, optimizer: Any, scheduler: Any) -> None:
+        self._passes = passes
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._parts = list(optimizer.chained_optimizers)
+        prepare_schedule(passes.chunks, optimizer)
+
+    def run(self, context: LossContext, micro_batches: Sequence[MicroBatch], denominators: Denominators) -> StepResult:
+        """Accumulate gradients over the micro-batches and update the weights.
+
+        Collective over all training ranks.
+
+        Args:
+            context: Loss inputs of this rank's samples.
+            micro_batches: This rank's; the same number on every rank.
+            denominators: Of the whole step.
+        """
+        for chunk in self._passes.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        log_probs: Column = {}
+        objectives = self._accumulate(context, micro_batches, denominators, log_probs)
+        custom = context.config.algorithm.loss_type == "custom_loss"
+        metrics = reduce_objectives(objectives, denominators, self._passes.parallel, names_may_differ=custom)
+        finite = math.isfinite(metrics.get("loss", 0.0))
+        applied, grad_norm = self._update(finite)
+        for index, group in enumerate(self.optimizer.param_groups):
+            metrics[f"lr-pg_{index}"] = float(group["lr"])
+        metrics["grad_norm"] = grad_norm
+        metrics["global_batch_size"] = denominators.num_rollouts
+        metrics["skipped_steps_count"] = float(not applied)
+        if applied:
+            self.scheduler.step(increment=denominators.num_rollouts)
+        return StepResult(metrics=metrics, applied=applied, log_probs=log_probs)
+
+    def reset_states(self) -> None:
+        """Forget the moments of every parameter, as if the optimizer were new."""
+        for part in self._parts:
+            for state in part.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
+
+    def _accumulate(
+        self,
+        context: LossContext,
+        micro_batches: Sequence[MicroBatch],
+        denominators: Denominators,
+        log_probs: Column,
+    ) -> list[Objective]:
+        algorithm, passes = context.config.algorithm, self._passes
+        custom = algorithm.loss_type == "custom_loss"
+        fused = context.config.train.recompute_loss_function and not custom
+        with_entropy = algorithm.loss_type == "policy_loss"
+        loss_of = policy_loss if algorithm.loss_type == "policy_loss" else supervised_loss
+
+        def finish(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Objective]:
+            if custom:
+                objective = custom_loss(context, micro_batch, output)
+            else:
+                if fused:
+                    scores = passes.unpack_fused(micro_batch, output, with_entropy=with_entropy)
+                else:
+                    scores = passes.score(micro_batch, output, with_entropy=with_entropy, reuse_logits=True)
+                objective = loss_of(context, micro_batch, scores)
+                log_probs.update(micro_batch.unflatten(scores.log_probs.detach()))
+            scaled, count = self._scaled(context, micro_batch, objective.loss, denominators, len(micro_batches))
+            return scaled, count, Objective(loss=objective.loss.detach(), sums=objective.sums, maxima=objective.maxima)
+
+        return passes.run(micro_batches, finish, forward_only=False, fused_scores=fused, with_entropy=with_entropy)
+
+    def _scaled(
+        self,
+        context: LossContext,
+        micro_batch: MicroBatch,
+        loss: Tensor,
+        denominators: Denominators,
+        num_micro_batches: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss Megatron gets, and the token count it divides by.
+
+        Per token: gradients are summed over data and context parallelism and divided by the summed
+        counts; a context-parallel group counts each sample cp times. Otherwise Megatron divides by
+        the number of micro-batches and averages over dp x cp ranks, which is undone here.
+        """
+        parallel = self._passes.parallel
+        if denominators.per_token:
+            count = int(sum(_trained_tokens(context, micro_batch)))
+            return loss * parallel.cp_size, torch.tensor(count, dtype=torch.int, device=loss.device)
+        scale = num_micro_batches * parallel.dp_size * parallel.cp_size / denominators.num_rollouts
+        return loss * scale, torch.ones((), dtype=torch.int, device=loss.device)
+
+    def _update(self, finite: bool) -> tuple[bool, float]:
+        """Clip and apply the gradients unless something is not finite; returns whether, and their norm."""
+        optimizer = self.optimizer
+        overflow = optimizer.prepare_grads()
+        norm = math.inf if overflow else float(optimizer.get_grad_norm())
+        if not finite or not math.isfinite(norm):
+            logger.warning("update skipped: %s is not finite", "the gradient norm" if finite else "the loss")
+            return False, norm
+        # optimizer.step() would do the same, but computes the norm after it can still refuse.
+        for part in self._parts:
+            parameters = part.get_parameters()
+            if part.config.clip_grad > 0 and parameters:
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=part.config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+        applied = bool(optimizer.step_with_ready_grads())
+        for chunk in self._passes.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                # Later readers (snapshots, export, scoring) must not see half-gathered weights.
+                chunk.start_param_sync(force_sync=True)
+        return applied, norm
+
+
+def _trained_tokens(context: LossContext, micro_batch: MicroBatch) -> list[float]:
+    """Mask sum of each sample, at least 1."""
+    return [max(float(context.batch.loss_masks[i].sum()), 1.0) for i in micro_batch.samples]
+
+
+def reduce_objectives(
+    objectives: Sequence[Objective],
+    denominators: Denominators,
+    parallel: ParallelState,
+    *,
+    names_may_differ: bool = False,
+) -> dict[str, float]:
+    """Metrics of one step from the sums of its micro-batches.
+
+    Collective over the data-parallel group of the last pipeline stage, then over the pipeline group;
+    tensor- and context-parallel ranks hold equal values already. With ``names_may_differ`` (a rank of
+    placeholders knows no custom metric) the ranks agree on the names first.
+    """
+    metrics: dict[str, float] = {}
+    if parallel.is_pp_last:
+        sums = [o.sums for o in objectives]
+        names = sorted({name for row in sums for name in row})
+        if names_may_differ and parallel.dp_size > 1:
+            everyone: list[Any] = [None] * parallel.dp_size
+            dist.all_gather_object(everyone, names, group=parallel.dp_group)
+            names = sorted({name for part in everyone for name in part})
+        totals = _combine(sums, names, dist.ReduceOp.SUM, parallel)
+        metrics = {name: value / denominators.of_metrics for name, value in totals.items()}
+        maxima = [o.maxima for o in objectives]
+        names = sorted({name for row in maxima for name in row})
+        metrics |= _combine(maxima, names, dist.ReduceOp.MAX, parallel)
+    if parallel.pp_size > 1:
+        holder: list[Any] = [metrics]
+        source = dist.get_process_group_ranks(parallel.pp_group)[-1]
+        dist.broadcast_object_list(holder, src=source, group=parallel.pp_group)
+        metrics = holder[0]
+    return metrics
+
+
+def _combine(
+    rows: Sequence[dict[str, Tensor]],
+    names: Sequence[str],
+    operation: dist.ReduceOp.RedOpType,
+    parallel: ParallelState,
+) -> dict[str, float]:
+    if not names:
+        return {}
+    zero = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    table = torch.stack([torch.stack([row.get(n, zero).double() for n in names]) for row in rows])
+    values = table.sum(0) if operation == dist.ReduceOp.SUM else table.amax(0)
+    if parallel.dp_size > 1:
+        dist.all_reduce(values, op=operation, group=parallel.dp_group)
+    return dict(zip(names, values.tolist(), strict=True))

@@ -1,0 +1,243 @@
+"""One training rank's life: start, load, train rollouts, hand weights to the engines, save, end.
+
+Owns the order of things and the state that outlives a rollout; every step itself is elsewhere. A plain
+class, so that a test, a Ray actor or a script can hold it. All methods are collective over the training
+ranks unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from slime.backends.megatron import cpu
+
+cpu.install()  # before the first import of megatron
+
+from slime.backends.megatron import parallel as parallel_groups  # noqa: E402
+from slime.backends.megatron.checkpoint import Trainable, load_weights, resume, save_checkpoint  # noqa: E402
+from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point  # noqa: E402
+from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E402
+from slime.backends.megatron.hooks import TrainHooks, load_hooks  # noqa: E402
+from slime.backends.megatron.model import build_model, build_optimizer  # noqa: E402
+from slime.backends.megatron.passes import ModelPasses, ScoreSettings  # noqa: E402
+from slime.backends.megatron.scoring import plan_passes  # noqa: E402
+from slime.backends.megatron.snapshots import WeightSnapshot  # noqa: E402
+from slime.backends.megatron.step import TrainStep  # noqa: E402
+from slime.backends.megatron.train_rollout import RolloutTrainer  # noqa: E402
+from slime.config import Config  # noqa: E402
+from slime.errors import ConfigError  # noqa: E402
+from slime.observability.timers import Timer  # noqa: E402
+from slime.types import RolloutBatch  # noqa: E402
+from slime.weights.transport import TensorTransport  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronWorker:
+    """One rank.
+
+    Args:
+        config: The resolved configuration.
+        rank: This process, from 0.
+        world_size: Number of training processes.
+        master_addr: Host of rank 0.
+        master_port: Port of rank 0's store.
+        num_threads: Intra-op threads of this process; None leaves torch's setting alone.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        _refuse_unsupported(config)
+        self.config = config
+        self.weight_version = 0
+        self._place = {"rank": rank, "world_size": world_size, "master_addr": master_addr, "master_port": master_port}
+        self._timer = Timer()
+        self._engine_urls: list[str] = []
+        self._closed = False
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+    def init(self) -> int:
+        """Join the other ranks, build the model and load its weights.
+
+        Returns:
+            First rollout id to train: one after the resumed checkpoint's, else 0.
+
+        Raises:
+            CheckpointError: There is nothing to load, or it does not fit.
+            WaitTimeoutError: Other ranks did not arrive.
+        """
+        config = self.config
+        self.parallel = parallel_groups.initialize(config, **self._place)
+        self.hooks: TrainHooks = load_hooks(config)
+        if self.hooks.megatron_init:
+            self.hooks.megatron_init(self.hooks.args)
+        start = start_point(config)
+        self.chunks = build_model(config, parallel=self.parallel)
+        reference = self._load_reference(start)
+        optimizer, scheduler = build_optimizer(config, self.chunks)
+        self._trainable = Trainable(self.chunks, optimizer, scheduler)
+        if start.resume:
+            resume(self._trainable, config, self.parallel, start)
+        elif start != reference:
+            load_weights(self._trainable, config, self.parallel, start)
+        self._trainer = self._build_trainer()
+        if config.checkpoint.start_rollout_id is not None:
+            return config.checkpoint.start_rollout_id
+        return 0 if start.iteration is None or not start.resume else start.iteration + 1
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        """Train one rollout: score, estimate advantages, all optimizer steps.
+
+        Args:
+            batch: The whole rollout; every rank gets the same and takes its share.
+
+        Returns:
+            ``train/*`` of all optimizer steps together, ``rollout/*`` and ``perf/*``; equal on every rank
+            except ``perf/*``, which is this rank's.
+        """
+        metrics = self._trainer.train(batch)
+        interval = self.config.algorithm.ref_update_interval
+        if self._reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
+            self._reference.update(self.chunks)
+        metrics |= self._timer.perf_metrics()
+        self._timer.reset()
+        return metrics
+
+    @property
+    def step_metrics(self) -> list[dict[str, float]]:
+        """``train/*`` of each optimizer step of the last rollout, with ``train/step``."""
+        return self._trainer.step_metrics
+
+    def save(self, rollout_id: int) -> None:
+        """Write ``{save}/iter_{rollout_id:07d}``; it appears whole or not at all.
+
+        Raises:
+            ConfigError: Without ``--save``.
+            CheckpointError: Writing failed.
+        """
+        if self.config.checkpoint.save is None:
+            raise ConfigError("saving a checkpoint needs --save")
+        with self._timer.context("save_model"):
+            root = Path(self.config.checkpoint.save)
+            save_checkpoint(self._trainable, self.config, self.parallel, root, rollout_id)
+
+    def save_hf(self, path: str) -> None:
+        """Write the weights as a Hugging Face directory."""
+        with self._timer.context("save_model"):
+            save_hf(self.chunks, self.config, path)
+
+    def connect_engines(self, urls: list[str]) -> None:
+        """Name the engines that get the weights from now on. Not collective."""
+        self._engine_urls = list(urls)
+
+    def update_weights(self) -> dict[str, float]:
+        """Bring every connected engine to this model's weights, checked by checksum.
+
+        Returns:
+            ``perf/update_weights_*``; on rank 0 only.
+
+        Raises:
+            WeightSyncError: An engine holds something else afterwards.
+        """
+        version = self.weight_version + 1
+        buckets = iter_hf_buckets(self.chunks, self.config, self.config.weights.update_weight_buffer_size)
+        metrics: dict[str, float] = {}
+        if self.parallel.rank == 0 and self._engine_urls:
+            transport = TensorTransport(
+                self._engine_urls,
+                timeout_seconds=self.config.weights.weight_sync_timeout_seconds,
+                bucket_bytes=self.config.weights.update_weight_buffer_size,
+            )
+            report = transport.update(buckets, str(version))
+            metrics = {
+                "perf/update_weights_time": report.seconds,
+                "perf/update_weights_bytes": float(report.bytes),
+            }
+        elif self._engine_urls:
+            for _ in buckets:  # the other ranks only contribute their shards
+                pass
+        self.weight_version = version
+        self._rotate_old_actor()
+        return metrics
+
+    def sleep(self) -> None:
+        """Leave the device to the engines; on a CPU there is nothing to move."""
+
+    def wake_up(self) -> None:
+        """Come back from ``sleep``."""
+
+    def close(self) -> None:
+        """Leave the process groups. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            parallel_groups.destroy()
+
+    def _load_reference(self, start: StartPoint) -> StartPoint | None:
+        """Keep a copy of the reference weights if anything needs them; returns what is in the model then."""
+        self._reference: WeightSnapshot | None = None
+        self._old_actor: WeightSnapshot | None = None
+        if not plan_passes(self.config, num_steps=self.config.num_steps_per_rollout).ref:
+            return None
+        point = reference_point(self.config)
+        load_weights(Trainable(self.chunks), self.config, self.parallel, point)
+        self._reference = WeightSnapshot(self.chunks)
+        return point
+
+    def _build_trainer(self) -> RolloutTrainer:
+        config = self.config
+        settings = ScoreSettings(
+            vocab_size=config.megatron.vocab_size,
+            temperature=config.rollout.rollout_temperature,
+            chunk_size=config.train.log_probs_chunk_size,
+            recompute=config.train.recompute_loss_function,
+            half=config.train.precision != "fp32",
+        )
+        passes = ModelPasses(self.chunks, self.parallel, settings)
+        if config.rollout.keep_old_actor:
+            self._old_actor = WeightSnapshot(self.chunks)
+            self._rollout_actor = self._old_actor.clone()
+        step = TrainStep(passes, self._trainable.optimizer, self._trainable.scheduler)
+        return RolloutTrainer(
+            config,
+            passes,
+            step,
+            self.hooks,
+            self._timer,
+            reference=self._reference,
+            old_actor=self._old_actor,
+        )
+
+    def _rotate_old_actor(self) -> None:
+        """Follow the weights that generate: with an interval of 1 the next rollout may still use the ones before."""
+        if self._old_actor is None:
+            return
+        if self.config.weights.update_weights_interval == 1:
+            self._old_actor.copy_from(self._rollout_actor)
+            self._rollout_actor.update(self.chunks)
+        else:
+            self._old_actor.update(self.chunks)
+
+
+def _refuse_unsupported(config: Config) -> None:
+    """Name what this backend cannot do yet before any process group exists."""
+    algorithm, problems = config.algorithm, list[str]()
+    if algorithm.advantage_estimator == "ppo":
+        problems.append("--advantage-estimator ppo: training a critic is not supported yet; use grpo")
+    if algorithm.use_opd and algorithm.opd_type == "megatron":
+        problems.append("--opd-type megatron is not supported yet; use --opd-type sglang")
+    if algorithm.use_routing_replay:
+        problems.append("--use-routing-replay is not supported yet")
+    if problems:
+        raise ConfigError(problems)
