@@ -1,0 +1,1 @@
+"""Processes and their placement: the only package that imports Ray."""

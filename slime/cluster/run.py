@@ -1,0 +1,310 @@
+"""One run, seen from the loop: the verbs of ``train.py`` and what each does in every mode.
+
+Owns the order inside a step that the loop does not show: who holds the device memory, when a step
+is reported, what is saved together. Tests hold: memory turns never overlap; a resumed run starts
+after the loaded iteration; data state and weights of a checkpoint belong to the same rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.cluster.ahead import AsyncRollouts
+from slime.cluster.checkpoints import prune_data_states, write_config
+from slime.cluster.engines import EngineGroup
+from slime.cluster.rollout import RolloutHandle, RolloutReport
+from slime.cluster.schedule import should_run_periodic_action
+from slime.cluster.trainer import TrainerGroup
+from slime.config import Config
+from slime.errors import WeightSyncError
+from slime.observability.report import Reporter
+from slime.observability.timers import Timer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedRollout:
+    """A finished rollout: the reference to its batch, and its report."""
+
+    batch: Any
+    report: RolloutReport
+
+
+class Generation:
+    """``run.rollout``: makes the batch of a step and records its metrics."""
+
+    def __init__(self, handle: RolloutHandle, reporter: Reporter) -> None:
+        self._handle = handle
+        self._reporter = reporter
+
+    def generate(self, step: int) -> GeneratedRollout:
+        """Generate, grade and batch one rollout; returns when it is complete."""
+        batch, report_ref = self._handle.submit(step)
+        report = self._handle.report(report_ref, step)
+        self._reporter.add(step, {**report.metrics, "rollout/num_samples": report.num_samples})
+        for metrics, step_key in report.plugin_rows:
+            self._reporter.tracking.log(metrics, step_key)
+        return GeneratedRollout(batch=batch, report=report)
+
+
+class Training:
+    """``run.trainer``: trains the batch of a step and records its metrics."""
+
+    def __init__(self, group: TrainerGroup | None, reporter: Reporter) -> None:
+        self._group = group
+        self._reporter = reporter
+        self.last_trained: int | None = None
+        self.in_progress: int | None = None
+
+    def train(self, step: int, rollout: GeneratedRollout) -> dict[str, float]:
+        """Train one rollout on all ranks; returns the metrics of rank 0."""
+        if self._group is None:
+            return {}
+        self.in_progress = step
+        started = time.monotonic()
+        metrics = self._group.train(rollout.batch)
+        self.last_trained, self.in_progress = step, None
+        self._reporter.add_optimizer_steps(step, self._group.step_metrics())
+        self._reporter.add(step, {**metrics, "perf/train_time": time.monotonic() - started})
+        return metrics
+
+
+class Run:
+    """Everything of one run that is up; made by ``launch``, which also ends it."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        reporter: Reporter,
+        rollout: RolloutHandle,
+        engines: EngineGroup | None,
+        trainer: TrainerGroup | None,
+        first_step: int,
+        num_rollout: int,
+        num_rollout_per_epoch: int | None,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.reporter = reporter
+        self.rollout = Generation(rollout, reporter)
+        self.trainer = Training(trainer, reporter)
+        self.first_step = first_step
+        self.num_rollout = num_rollout
+        self._per_epoch = num_rollout_per_epoch
+        self._handle = rollout
+        self._engines = engines
+        self._group = trainer
+        self._connected = False
+        self._last_saved: int | None = None
+        self._saving: int | None = None
+        self._step_started = time.monotonic()
+        self._trainer_awake = True
+        self._engines_awake = not config.cluster.offload_rollout  # launch lets the trainer load first
+        self.timer = Timer()
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left; each is reported when the loop comes back for the next."""
+        self._step_started = time.monotonic()
+        for step in range(self.first_step, self.num_rollout):
+            yield step
+            self._report(step)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Engines hold the devices; inside a split placement they always do."""
+        self._give_to_engines()
+        yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer holds the devices; inside a split placement it always does."""
+        if self._engines is not None and self.config.cluster.offload_rollout and self._engines_awake:
+            self._engines.release_memory()
+            self._engines_awake = False
+        self._wake_trainer()
+        yield
+
+    def sync_weights(self, step: int | None = None) -> None:
+        """Bring every engine to the trainer's weights and verify the version.
+
+        Args:
+            step: Step whose record gets the duration; the last trained one by default.
+
+        Raises:
+            WeightSyncError: An engine reports another version than the trainer sent.
+        """
+        if self._group is None or self._engines is None:
+            return
+        started = time.monotonic()
+        self._resume_engine_weights()
+        self._wake_trainer()
+        if not self._connected:
+            self._group.connect_engines(self._engines.urls)
+            self._connected = True
+        metrics = self._group.update_weights(check=self._engines.check)
+        self._verify_versions()
+        self._give_to_engines()
+        step = self.trainer.last_trained if step is None else step
+        metrics["perf/update_weights_time"] = time.monotonic() - started
+        if step is not None:
+            self.reporter.add(step, metrics)
+
+    def _verify_versions(self) -> None:
+        assert self._group is not None
+        assert self._engines is not None
+        expected = str(self._group.weight_version())
+        versions = self._engines.weight_versions()
+        wrong = [
+            f"{url} has {version}"
+            for url, version in zip(self._engines.urls, versions, strict=True)
+            if version != expected
+        ]
+        if wrong:
+            raise WeightSyncError(f"after the sync of weight version {expected}: {', '.join(wrong)}")
+
+    def sync_due(self, step: int) -> bool:
+        """Whether the engines get new weights after ``step``."""
+        return (step + 1) % self.config.weights.update_weights_interval == 0 or step == self.num_rollout - 1
+
+    def evaluate_before_training(self) -> None:
+        """Score the held-out sets at step 0, unless skipped; all there is with ``--num-rollout 0``."""
+        options = self.config.eval
+        if options.eval_interval is None or self.first_step != 0:
+            return
+        if self.num_rollout == 0 or not options.skip_eval_before_train:
+            self.evaluate(0, before_training=True)
+
+    def eval_due(self, step: int) -> bool:
+        """Whether the held-out sets are scored after ``step``."""
+        return should_run_periodic_action(step, self.config.eval.eval_interval, self._per_epoch)
+
+    def evaluate(self, step: int, *, before_training: bool = False) -> dict[str, float]:
+        """Score the held-out sets with the engines' current weights."""
+        if self._engines is None:
+            return {}
+        self._give_to_engines()
+        if not before_training:
+            self._report(step)
+        metrics, plugin_rows = self._handle.evaluate(step)
+        for row, step_key in plugin_rows:
+            self.reporter.tracking.log(row, step_key)
+        if metrics:
+            self.reporter.evaluation(step, metrics, before_training=before_training)
+        self._step_started = time.monotonic()
+        return metrics
+
+    def save_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after ``step``; always after the last."""
+        interval = self.config.checkpoint.save_interval
+        if self._group is None or self.config.checkpoint.save is None:
+            return False
+        if interval is None:
+            return step == self.num_rollout - 1
+        return should_run_periodic_action(step, interval, self._per_epoch, self.num_rollout)
+
+    def save(self, step: int) -> None:
+        """Write data state, configuration, weights and optimizer of ``step``, and the HF export if asked for.
+
+        The checkpoint counts as complete with the trainer's part, so that goes last.
+        """
+        assert self._group is not None
+        checkpoint = self.config.checkpoint
+        assert checkpoint.save is not None
+        started = time.monotonic()
+        self._wake_trainer()
+        self._handle.save(step)
+        write_config(self.config, Path(checkpoint.save))
+        self._saving = step
+        self._group.save(step)
+        self._last_saved, self._saving = step, None
+        prune_data_states(Path(checkpoint.save), checkpoint.keep_checkpoints, newest=step)
+        if checkpoint.save_hf:
+            self._group.save_hf(checkpoint.save_hf.format(rollout_id=step))
+        self.reporter.add(step, {"perf/save_model_time": time.monotonic() - started})
+
+    def save_before_exit(self, timeout_seconds: float) -> None:
+        """Save what was trained since the last checkpoint; for a run that is told to end.
+
+        Args:
+            timeout_seconds: How long a training step in progress may take to finish.
+        """
+        if self._group is None or self.config.checkpoint.save is None:
+            return
+        interrupted = self.trainer.in_progress
+        self._group.wait_idle(timeout_seconds)
+        if self._saving is not None:  # the interrupted call was this save, and it is complete now
+            self._last_saved, self._saving = self._saving, None
+        step = interrupted if interrupted is not None else self.trainer.last_trained
+        if step is None or step == self._last_saved:
+            return
+        self.save(step)
+        logger.info("saved the checkpoint of rollout %d before ending", step)
+
+    def rollouts_ahead(self) -> AsyncRollouts[GeneratedRollout]:
+        """Rollouts generated ahead of training, at most ``--async-buffer-size`` of them."""
+        return AsyncRollouts(
+            self.rollout.generate,
+            first_step=self.first_step,
+            num_rollout=self.num_rollout,
+            buffer_size=self.config.rollout.async_buffer_size,
+            timeout_seconds=self.config.cluster.rollout_timeout_seconds,
+        )
+
+    def summary(self) -> str:
+        """Scores before and after, and where everything was written."""
+        checkpoint = self.config.checkpoint
+        last = self._last_saved
+        hf = checkpoint.save_hf
+        paths = {
+            "metrics": self.run_dir / "metrics.jsonl",
+            "TensorBoard": self.reporter.tracking.options.tensorboard_dir,
+            "reward curve": self.reporter.draw_rewards(self.run_dir / "reward.png"),
+            "checkpoint": Path(checkpoint.save) / f"iter_{last:07d}" if checkpoint.save and last is not None else None,
+            "HF model": Path(hf.format(rollout_id=last)) if hf and last is not None else None,
+        }
+        return self.reporter.summary(paths)
+
+    def _report(self, step: int) -> None:
+        now = time.monotonic()
+        seconds, self._step_started = now - self._step_started, now
+        record = self.reporter.pending(step)
+        if record:
+            train = record.get("perf/train_time", 0.0)
+            samples = record.get("rollout/num_samples", 0.0)
+            self.reporter.add(
+                step,
+                {
+                    "perf/step_time": seconds,
+                    "perf/wait_time_ratio": max(0.0, 1.0 - train / seconds) if seconds else 0.0,
+                    "perf/samples_per_sec": samples / seconds if seconds else 0.0,
+                },
+            )
+        self.reporter.finish(step)
+
+    def _wake_trainer(self) -> None:
+        if self._group is not None and not self._trainer_awake:
+            self._group.wake_up()
+            self._trainer_awake = True
+
+    def _resume_engine_weights(self) -> None:
+        if self._engines is not None and not self._engines_awake:
+            self._engines.resume_memory(["weights"])
+
+    def _give_to_engines(self) -> None:
+        """Put the trainer to sleep and give the engines the rest of their memory."""
+        cluster = self.config.cluster
+        if self._group is not None and cluster.offload_train and self._trainer_awake:
+            self._group.sleep()
+            self._trainer_awake = False
+        if self._engines is not None and not self._engines_awake:
+            self._engines.resume_memory(["kv_cache", "cuda_graph"])
+            self._engines_awake = True

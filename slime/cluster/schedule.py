@@ -1,0 +1,40 @@
+"""Which steps there are, and at which of them something periodic is due. Pure arithmetic."""
+
+from __future__ import annotations
+
+from slime.errors import ConfigError
+
+
+def should_run_periodic_action(
+    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+) -> bool:
+    """Whether an action with this interval is due after rollout ``rollout_id``.
+
+    Args:
+        rollout_id: Zero-based step.
+        interval: Every so many steps; None means never.
+        num_rollout_per_epoch: Also due at the end of each epoch.
+        num_rollout: Also due at the last step, ``num_rollout`` - 1.
+    """
+    if interval is None:
+        return False
+    if num_rollout is not None and rollout_id == num_rollout - 1:
+        return True
+    step = rollout_id + 1
+    if num_rollout_per_epoch is not None and step % num_rollout_per_epoch == 0:
+        return True
+    return step % interval == 0
+
+
+def check_steps_left(first_step: int, num_rollout: int, *, load: str | None) -> None:
+    """Refuse a run that would train nothing although steps were asked for.
+
+    Raises:
+        ConfigError: The loaded checkpoint already covers every requested step.
+    """
+    if 0 < num_rollout <= first_step:
+        raise ConfigError(
+            f"nothing left to train: {num_rollout} rollouts were asked for (--num-rollout or --num-epoch), and "
+            f"{first_step} are already done in {load or 'the loaded checkpoint'}; raise --num-rollout above "
+            f"{first_step}, or start over with another --load"
+        )

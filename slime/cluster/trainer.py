@@ -1,0 +1,280 @@
+"""The training processes of a run.
+
+Owns one actor per rank around ``MegatronWorker``, their rendezvous, and the meaning of their
+failures: a rank that raises or dies ends the wait for all ranks at once. Tests hold: a dead rank
+is named with the end of its log, and no call waits without a bound.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from slime.cluster import waits
+from slime.cluster.actor import ActorSetting, enter
+from slime.cluster.placement import TRAINER_SHARE, Placement
+from slime.cluster.process import free_port
+from slime.config import Config
+from slime.errors import SlimeError, TrainerError
+from slime.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+WORKER_PATH = "slime.backends.megatron.worker:MegatronWorker"
+
+
+class Worker(Protocol):
+    """One rank's life, without Ray; implemented by the training backend."""
+
+    weight_version: int
+    step_metrics: list[dict[str, float]]
+
+    def init(self) -> int:
+        """Join the other ranks, load the model; the first rollout id."""
+        ...
+
+    def train(self, batch: RolloutBatch) -> dict[str, float]:
+        """Train one rollout; metrics."""
+        ...
+
+    def save(self, rollout_id: int) -> None:
+        """Write a checkpoint."""
+        ...
+
+    def save_hf(self, path: str) -> None:
+        """Export Hugging Face weights."""
+        ...
+
+    def connect_engines(self, urls: list[str]) -> None:
+        """Say which engines get the weights."""
+        ...
+
+    def update_weights(self) -> dict[str, float]:
+        """Send the weights; metrics of the transfer."""
+        ...
+
+    def sleep(self) -> None:
+        """Move the training state off the device."""
+        ...
+
+    def wake_up(self) -> None:
+        """Bring it back."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        ...
+
+
+class TrainerActor:
+    """Hosts one rank. Methods are those of ``Worker``, called by name."""
+
+    def __init__(self, setting: ActorSetting, worker_path: str) -> None:
+        enter(setting)
+        self._worker_path = worker_path
+        self._worker: Any = None
+
+    def address(self) -> tuple[str, int, int]:
+        """IP address, a free port, and the process id."""
+        return ray.util.get_node_ip_address(), free_port(), os.getpid()
+
+    def start(
+        self, config: Config, rank: int, world_size: int, master_addr: str, master_port: int, threads: int
+    ) -> int:
+        """Build the worker and load the model; returns the first rollout id."""
+        torch: Any = importlib.import_module("torch")
+        torch.set_num_threads(threads)
+        module, _, name = self._worker_path.partition(":")
+        worker_class = getattr(importlib.import_module(module), name)
+        self._worker = worker_class(config, rank, world_size, master_addr, master_port)
+        return self._call(self._worker.init)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        return self._call(getattr(self._worker, method), *args)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception:  # process boundary: the driver shows the cause, the log has the whole story
+            logger.info("the call failed", exc_info=True)
+            raise
+
+    def read(self, attribute: str) -> Any:
+        """An attribute of the worker."""
+        return getattr(self._worker, attribute)
+
+
+class TrainerGroup:
+    """All ranks as one; every method is a bounded collective call."""
+
+    def __init__(self, config: Config, placement: Placement, log_dir: Path, *, worker_path: str = WORKER_PATH) -> None:
+        """Start one process per trainer slot; they do nothing until ``init``.
+
+        Args:
+            config: Counts, limits and the environment of training processes.
+            placement: Reserved slots.
+            log_dir: Where each rank writes ``trainer_{rank}.log``.
+            worker_path: ``module:class`` of the worker.
+        """
+        self._config = config
+        slots = placement.layout.trainer
+        self.world_size = len(slots)
+        self._settings = [ActorSetting.of(f"trainer {rank}", log_dir) for rank in range(self.world_size)]
+        ranks_on_node = Counter(placement.slots[slot].node_id for slot in slots)
+        cores = {node["NodeID"]: _cores(node) for node in ray.nodes() if node["Alive"]}
+        self._threads = [
+            threads_per_process(cores[placement.slots[slot].node_id], ranks_on_node[placement.slots[slot].node_id])
+            for slot in slots
+        ]
+        actor_class = ray.remote(TrainerActor)
+        environment = {k: str(v) for k, v in config.train.train_env_vars.items()}
+        self._actors = [
+            actor_class.options(
+                **placement.options(slot, TRAINER_SHARE),
+                runtime_env={"env_vars": {**environment, "OMP_NUM_THREADS": str(threads)}},
+            ).remote(setting, worker_path)
+            for slot, threads, setting in zip(slots, self._threads, self._settings, strict=True)
+        ]
+        self._pids: list[int] = []
+        self._in_flight: list[Any] = []
+        self._closed = False
+
+    def init(self, config: Config | None = None) -> int:
+        """Meet, build and load the model on every rank.
+
+        Args:
+            config: The configuration to train with, when it was completed after the processes
+                were started.
+
+        Returns:
+            First rollout id, on which all ranks agree.
+
+        Raises:
+            TrainerError: A rank failed or died, or the ranks disagree.
+        """
+        config = self._config = config or self._config
+        limit = config.cluster.trainer_start_timeout_seconds
+        addresses = self._wait([a.address.remote() for a in self._actors], "start", limit)
+        self._pids = [pid for _, _, pid in addresses]
+        master_addr, master_port, _ = addresses[0]
+        config_ref = ray.put(config)
+        refs = [
+            actor.start.remote(config_ref, rank, self.world_size, master_addr, master_port, threads)
+            for rank, (actor, threads) in enumerate(zip(self._actors, self._threads, strict=True))
+        ]
+        first_ids = self._wait(refs, "load the model", limit)
+        if len(set(first_ids)) != 1:
+            raise TrainerError(f"ranks loaded different iterations: first rollout ids {first_ids}")
+        return int(first_ids[0])
+
+    def train(self, batch: Any) -> dict[str, float]:
+        """Train one rollout.
+
+        Args:
+            batch: Reference to the ``RolloutBatch``; each rank fetches it from the object store.
+        """
+        limit = self._config.cluster.train_step_timeout_seconds
+        refs = [actor.call.remote("train", batch) for actor in self._actors]
+        return self._metrics(self._wait(refs, "train", limit))
+
+    def step_metrics(self) -> list[dict[str, float]]:
+        """``train/*`` of each optimizer step of the last rollout, from rank 0."""
+        limit = self._config.cluster.train_step_timeout_seconds
+        return self._wait([self._actors[0].read.remote("step_metrics")], "tell its metrics", limit)[0]
+
+    def save(self, rollout_id: int) -> None:
+        """Write the checkpoint of ``rollout_id``."""
+        self._call_all("save", rollout_id, limit=self._config.cluster.save_timeout_seconds)
+
+    def save_hf(self, path: str) -> None:
+        """Export Hugging Face weights to ``path``."""
+        self._call_all("save_hf", path, limit=self._config.cluster.save_timeout_seconds)
+
+    def connect_engines(self, urls: Sequence[str]) -> None:
+        """Tell the ranks which engines get the weights."""
+        self._call_all("connect_engines", list(urls), limit=self._config.weights.weight_sync_timeout_seconds)
+
+    def update_weights(self, check: Callable[[], None] | None = None) -> dict[str, float]:
+        """Bring every engine to the trainer's weights; ``check`` raises when an engine is gone."""
+        limit = self._config.weights.weight_sync_timeout_seconds
+        return self._metrics(self._call_all("update_weights", limit=limit, check=check))
+
+    def weight_version(self) -> int:
+        """Version given to the engines last; all ranks agree on it."""
+        limit = self._config.cluster.train_step_timeout_seconds
+        versions = self._wait([a.read.remote("weight_version") for a in self._actors], "tell its weight version", limit)
+        if len(set(versions)) != 1:
+            raise TrainerError(f"ranks disagree on the weight version: {versions}")
+        return int(versions[0])
+
+    def sleep(self) -> None:
+        """Move the training state off the devices."""
+        self._call_all("sleep", limit=self._config.cluster.train_step_timeout_seconds)
+
+    def wake_up(self) -> None:
+        """Bring the training state back."""
+        self._call_all("wake_up", limit=self._config.cluster.train_step_timeout_seconds)
+
+    def wait_idle(self, timeout_seconds: float) -> None:
+        """Wait for calls that were interrupted in the driver but still run in the ranks."""
+        self._wait(self._in_flight, "finish the call in progress", timeout_seconds)
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """End all ranks: orderly where possible within the time, by force otherwise."""
+        if self._closed:
+            return
+        self._closed = True
+        refs = [actor.call.remote("close") for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_seconds)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _call_all(self, method: str, *args: Any, limit: float, check: Callable[[], None] | None = None) -> list[Any]:
+        refs = [actor.call.remote(method, *args) for actor in self._actors]
+        return self._wait(refs, method.replace("_", " "), limit, check)
+
+    def _wait(self, refs: list[Any], doing: str, limit: float, check: Callable[[], None] | None = None) -> list[Any]:
+        self._in_flight = refs
+        values = waits.get_all(
+            refs,
+            waited_for=[f"trainer rank {rank} to {doing}" for rank in range(len(refs))],
+            timeout_seconds=limit,
+            check=check,
+            on_death=self._death,
+            on_timeout=self._stuck,
+        )
+        self._in_flight = []
+        return values
+
+    def _death(self, rank: int) -> SlimeError:
+        return TrainerError(f"trainer rank {rank} of {self.world_size} died; {self._settings[rank].log_tail()}")
+
+    def _stuck(self, ranks: list[int]) -> str:
+        waits.request_stacks([self._pids[rank] for rank in ranks if rank < len(self._pids)])
+        return "\n".join(f"stacks of rank {rank} are in {self._settings[rank].log_path}" for rank in ranks)
+
+    @staticmethod
+    def _metrics(rows: list[Any]) -> dict[str, float]:
+        return next((dict(row) for row in rows if row), {})
+
+
+def threads_per_process(cores: int, processes: int) -> int:
+    """Intra-op threads of each of ``processes`` that share ``cores``; at least 1."""
+    return max(1, cores // max(1, processes))
+
+
+def _cores(node: dict[str, Any]) -> int:
+    """Cores of a node: of this machine as the scheduler grants them, of others as Ray counted them."""
+    if node["NodeManagerAddress"] == ray.util.get_node_ip_address():
+        limit = os.environ.get("OMP_NUM_THREADS", "")
+        own = len(os.sched_getaffinity(0))
+        return min(own, int(limit)) if limit.isdigit() and int(limit) > 0 else own
+    return int(node["Resources"].get("CPU", 1))

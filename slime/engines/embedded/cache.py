@@ -1,0 +1,175 @@
+"""Keys and values of running rows: slabs of contiguous rows, one slab per power-of-two length.
+
+A row lives in the slab whose width fits its length and moves to a wider one when it outgrows it, so a decode step
+reads at most twice what it needs and one batched product serves all rows of a slab. Live rows are always the first
+ones of their slab: a finished row is replaced by the last one, so the cost of a step follows the live rows. All
+memory is accounted against one budget of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slime.engines.embedded.shape import ModelShape
+
+if TYPE_CHECKING:
+    from slime.engines.embedded.prefix import PrefixEntry
+
+MIN_WIDTH = 64
+"""Width of the narrowest slab, in tokens."""
+_FIRST_ROWS = 4
+
+
+class KvFullError(RuntimeError):
+    """The budget of ``--max-total-tokens`` is used up."""
+
+
+@dataclass
+class KvBudget:
+    """Tokens of key-value memory: allowed and in use."""
+
+    capacity: int
+    used: int = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Account for ``tokens`` more, or raise KvFullError."""
+        if self.used + tokens > self.capacity:
+            raise KvFullError(f"{tokens} more tokens of KV cache do not fit: {self.used} of {self.capacity} are in use")
+        self.used += tokens
+
+    def give_back(self, tokens: int) -> None:
+        """Account for ``tokens`` less."""
+        self.used -= tokens
+
+
+@dataclass(eq=False)
+class Row:
+    """Keys and values of one running sequence.
+
+    ``length`` tokens are in row ``index`` of ``slab``. If ``shared`` is set, they follow the first ``shared_length``
+    tokens of that prompt, which the rows of a group read from one place.
+    """
+
+    slab: Slab
+    index: int
+    length: int
+    shared: PrefixEntry | None = None
+    shared_length: int = 0
+
+    @property
+    def position(self) -> int:
+        """Position of the next token, that is, the number of tokens before it."""
+        return self.shared_length + self.length
+
+
+@dataclass(eq=False)
+class Slab:
+    """``k`` and ``v`` ``[layers, rows, kv heads, width, head_dim]``; the first ``len(rows)`` rows are live."""
+
+    width: int
+    k: Tensor
+    v: Tensor
+    rows: list[Row] = field(default_factory=list[Row])
+
+    @property
+    def tokens(self) -> int:
+        """Allocated tokens."""
+        return self.k.shape[1] * self.width
+
+
+class SlabPool:
+    """All slabs of one engine.
+
+    Args:
+        shape: Sizes of the model.
+        dtype: Of keys and values.
+        device: Where they live.
+        budget: Shared with the prefix cache.
+    """
+
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, budget: KvBudget) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._budget = budget
+        self.slabs: dict[int, Slab] = {}
+
+    def add(self, length: int, capacity: int) -> Row:
+        """Make a live row for ``length`` tokens now and about ``capacity`` later; its contents are for the caller.
+
+        Raises:
+            KvFullError: No memory for it.
+        """
+        slab = self._slab(max(length + 1, capacity))
+        if len(slab.rows) == slab.k.shape[1]:
+            self._grow(slab)
+        row = Row(slab, len(slab.rows), length)
+        slab.rows.append(row)
+        return row
+
+    def remove(self, row: Row) -> None:
+        """Free a row: the last row of its slab takes its place."""
+        slab = row.slab
+        last = slab.rows.pop()
+        if last is not row:
+            slab.k[:, row.index, :, : last.length] = slab.k[:, last.index, :, : last.length]
+            slab.v[:, row.index, :, : last.length] = slab.v[:, last.index, :, : last.length]
+            slab.rows[row.index] = last
+            last.index = row.index
+        row.index = -1
+
+    def make_room(self, row: Row) -> None:
+        """Move ``row`` to a wider slab if its own has no place for one more token.
+
+        Raises:
+            KvFullError: No memory for the wider row; ``row`` is as it was.
+        """
+        if row.length < row.slab.width:
+            return
+        wider = self.add(row.length, row.slab.width + 1)
+        wider.slab.k[:, wider.index, :, : row.length] = row.slab.k[:, row.index, :, : row.length]
+        wider.slab.v[:, wider.index, :, : row.length] = row.slab.v[:, row.index, :, : row.length]
+        self.remove(row)
+        row.slab, row.index = wider.slab, wider.index
+        row.slab.rows[row.index] = row
+
+    def free_unused(self) -> int:
+        """Free slabs without live rows; return the tokens given back."""
+        freed = 0
+        for width in [w for w, slab in self.slabs.items() if not slab.rows]:
+            freed += self.slabs.pop(width).tokens
+        self._budget.give_back(freed)
+        return freed
+
+    def _slab(self, tokens: int) -> Slab:
+        width = MIN_WIDTH
+        while width < tokens:
+            width *= 2
+        slab = self.slabs.get(width)
+        if slab is None:
+            slab = Slab(width, *self._allocate(0, width))
+            self.slabs[width] = slab
+        return slab
+
+    def _grow(self, slab: Slab) -> None:
+        rows = slab.k.shape[1]
+        more = max(rows, _FIRST_ROWS)
+        while more > 1 and self._budget.used + more * slab.width > self._budget.capacity:
+            more //= 2
+        self._budget.reserve(more * slab.width)
+        k, v = self._allocate(rows + more, slab.width)
+        k[:, :rows] = slab.k
+        v[:, :rows] = slab.v
+        slab.k, slab.v = k, v
+
+    def _allocate(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        # Zeros, not empty: a masked position must hold a finite value, or 0 * NaN reaches the result.
+        size = (self._shape.num_layers, rows, self._shape.num_kv_heads, width, self._shape.head_dim)
+        return (
+            torch.zeros(size, dtype=self._dtype, device=self._device),
+            torch.zeros(size, dtype=self._dtype, device=self._device),
+        )

@@ -1,0 +1,404 @@
+"""Continuous batching: which prompts to compute, which rows to extend, what to do when memory ends.
+
+A step computes some prompt tokens and extends every live row by one token, in one forward pass. Requests with the same
+prompt share its computation, wherever they come from: those that arrive while it is computed wait for it, later ones
+find it in the prefix cache. Long prompts with several live requests are kept once for all of them; short ones are
+copied to each row, which is cheaper. Rows leave as soon as they end.
+
+Runs on one thread; nothing here waits. Tests hold: results do not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime.engines.api import INITIAL_WEIGHT_VERSION
+from slime.engines.embedded.attention import DecodeAttention, PromptAttention, PromptChunk
+from slime.engines.embedded.cache import KvBudget, KvFullError, Row, SlabPool
+from slime.engines.embedded.model import Decoder
+from slime.engines.embedded.prefix import PrefixCache, PrefixEntry
+from slime.engines.embedded.prompts import PromptJob
+from slime.engines.embedded.request import Request
+from slime.engines.embedded.sampling import sample
+
+logger = logging.getLogger(__name__)
+
+_RESERVE_TOKENS = 128
+"""Output tokens for which a new row gets memory at once."""
+
+
+class Scheduler:
+    """All requests of one engine.
+
+    Args:
+        model: Runs the steps.
+        max_total_tokens: Budget of key-value memory.
+        max_running_requests: Most requests worked on at a time.
+        prefill_tokens: Most prompt tokens per step.
+        share_from_tokens: Prompts from this length on are kept once for all their rows.
+        enable_prefix_cache: Whether prompts are kept for later requests.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        max_total_tokens: int,
+        max_running_requests: int,
+        prefill_tokens: int,
+        share_from_tokens: int,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        self._model = model
+        self._prefill_tokens = prefill_tokens
+        self._share_from = share_from_tokens
+        self._max_running = max_running_requests
+        self.budget = KvBudget(max_total_tokens)
+        where = {"dtype": model.dtype, "device": model.device, "budget": self.budget}
+        self._pool = SlabPool(model.shape, **where)
+        self._cache = PrefixCache(model.shape, **where, enabled=enable_prefix_cache)
+        self.waiting: deque[Request] = deque()
+        self._jobs: dict[tuple[object, ...], PromptJob] = {}
+        self._ready: list[tuple[Request, PrefixEntry]] = []
+        self._running: dict[Row, Request] = {}
+        self._demand: Counter[bytes] = Counter()
+        self._is_short = False
+        self.weight_version = INITIAL_WEIGHT_VERSION
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold key-value memory."""
+        return len(self._running) + len(self._ready) + sum(len(job.requests) for job in self._jobs.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.waiting) or self.num_running > 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+        self._demand[request.prompt.tobytes()] += 1
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, run one forward pass, draw one token per live row."""
+        self._admit()
+        self._make_room()
+        chunks = self._next_chunks()
+        slabs = [slab for slab in self._pool.slabs.values() if slab.rows]
+        decode = DecodeAttention(slabs, self._model.shape) if slabs else None
+        rows = decode.rows if decode is not None else []
+        logits = self._forward(chunks, decode, rows)
+        drawing = [self._running[row] for row in rows]
+        for row in rows:
+            row.length += 1
+        ready, self._ready = self._ready, []
+        ready = [(r, e) for r, e in ready if not self._ends_without_output(r, e)]
+        if ready:
+            firsts = torch.stack([entry.logits for _, entry in ready if entry.logits is not None])
+            logits = firsts if logits is None else torch.cat((logits, firsts))
+        if logits is not None:
+            self._draw(logits, drawing + [request for request, _ in ready])
+        for request, entry in ready:
+            if request.finish is None:
+                self._place(request, entry)
+            else:
+                self._cache.release(entry)
+        for request in drawing:
+            if request.finish is not None:
+                self._drop_row(request, keep=True)
+
+    def abort(self, matches: Callable[[Request], bool], message: str) -> int:
+        """End matching requests with what they have; return how many."""
+        found = [r for r in self._all() if matches(r)]
+        for request in found:
+            self._detach(request)
+            request.abort(message)
+            self._leave(request)
+        return len(found)
+
+    def fail(self, error: Exception) -> None:
+        """End every request with ``error``."""
+        for request in self._all():
+            self._detach(request)
+            self._leave(request, error)
+
+    def retract(self) -> None:
+        """Put everything back into the queue and free its key-value memory; outputs are kept."""
+        requests = sorted((r for r in self._all() if r not in self.waiting), key=lambda r: r.created)
+        for request in requests:
+            request.num_retractions += request.row is not None
+            self._detach(request)
+        self.waiting.extendleft(reversed(requests))
+
+    def flush(self) -> bool:
+        """Forget kept prompts and free unused memory; False, and nothing done, while requests hold memory."""
+        if self.num_running:
+            return False
+        self.forget_prefixes()
+        self._pool.free_unused()
+        return True
+
+    def forget_prefixes(self) -> None:
+        """Make kept prompts unfindable, because the weights change; rows in progress are untouched."""
+        self._cache.clear()
+
+    def _all(self) -> list[Request]:
+        filling = [r for job in self._jobs.values() for r in job.requests]
+        return [*self._running.values(), *(r for r, _ in self._ready), *filling, *self.waiting]
+
+    def _admit(self) -> None:
+        if self._is_short and self.num_running:
+            return  # memory ran out: admitting now would only push someone else out
+        self._is_short = False
+        while self.waiting and self.num_running < self._max_running:
+            request = self.waiting[0]
+            if not self._with_room(lambda request=request: self._attach(request), len(request.sequence)):
+                if self.num_running == 0:
+                    self.waiting.popleft()
+                    self._out_of_memory(request)
+                    continue
+                return
+            self.waiting.popleft()
+
+    def _with_room(self, action: Callable[[], None], tokens: int) -> bool:
+        """Run ``action``; if memory is short, evict kept prompts and try again. False if it still does not fit."""
+        try:
+            action()
+            return True
+        except KvFullError:
+            freed = self._pool.free_unused()
+            freed += self._cache.evict(max(4 * tokens, 1024))
+            if not freed:
+                return False
+        try:
+            action()
+            return True
+        except KvFullError:
+            return False
+
+    def _attach(self, request: Request) -> None:
+        """Join the computation of the request's prompt, find it in the cache, or start it."""
+        sequence = request.sequence
+        scores = request.item.return_logprob and request.item.logprob_start_len >= 0
+        score_from = request.item.logprob_start_len if scores and request.input_log_probs is None else None
+        detail = (
+            () if score_from is None else (score_from, request.item.sampling.temperature, request.item.top_logprobs_num)
+        )
+        key = (sequence.tobytes(), *detail)
+        job = self._jobs.get(key)
+        if job is not None:
+            job.entry.users += 1
+            job.requests.append(request)
+            self._note_cached(request, len(sequence) - 1)
+            return
+        matched, found = self._cache.find(sequence)
+        if score_from is not None:
+            matched = min(matched, max(score_from - 1, 0))
+        elif found is not None and matched == len(sequence) == len(found.tokens) and found.logits is not None:
+            found.users += 1
+            self._ready.append((request, found))
+            # The contract counts the last prompt token as computed, as an engine without kept logits does.
+            self._note_cached(request, matched - 1)
+            return
+        matched = min(matched, len(sequence) - 1)
+        if found is not None:
+            found.users += 1  # must survive the eviction that makes room for the new entry
+        try:
+            entry = self._cache.create(sequence)
+            if found is not None:
+                entry.k[:, :, :matched] = found.k[:, :, :matched]
+                entry.v[:, :, :matched] = found.v[:, :, :matched]
+        finally:
+            if found is not None:
+                self._cache.release(found)
+        entry.filled = matched
+        self._note_cached(request, matched)
+        self._jobs[key] = PromptJob(entry, [request], score_from)
+
+    @staticmethod
+    def _note_cached(request: Request, tokens: int) -> None:
+        if not request.num_retractions and not request.output_ids:
+            request.cached_tokens = tokens
+
+    def _make_room(self) -> None:
+        """See that every live row has a place for its next token; put the newest back if memory is short."""
+        for row in list(self._running):
+            while row in self._running and row.length >= row.slab.width:
+                if self._with_room(lambda row=row: self._pool.make_room(row), row.length):
+                    continue
+                newest = max(self._running.values(), key=lambda r: r.created)
+                if len(self._running) == 1:
+                    self._drop_row(newest, keep=False)
+                    self._out_of_memory(newest)
+                else:
+                    self._put_back(newest)
+
+    def _put_back(self, request: Request) -> None:
+        if request.row is not None:
+            self._drop_row(request, keep=False)
+        request.num_retractions += 1
+        self.waiting.appendleft(request)
+        self._is_short = True
+
+    def _out_of_memory(self, request: Request) -> None:
+        request.abort(
+            f"{len(request.sequence)} tokens do not fit into the KV cache of {self.budget.capacity} tokens; "
+            "raise --max-total-tokens"
+        )
+        self._leave(request)
+
+    def _next_chunks(self) -> list[tuple[PromptJob, PromptChunk]]:
+        left = self._prefill_tokens
+        chunks: list[tuple[PromptJob, PromptChunk]] = []
+        for job in self._jobs.values():
+            if left <= 0:
+                break
+            chunk = job.next_chunk(left)
+            chunks.append((job, chunk))
+            left -= chunk.end - chunk.start
+        return chunks
+
+    def _forward(
+        self, chunks: list[tuple[PromptJob, PromptChunk]], decode: DecodeAttention | None, rows: list[Row]
+    ) -> Tensor | None:
+        """One pass over prompt chunks and rows; returns the rows' logits and stores those of finished prompts."""
+        if not chunks and not rows:
+            return None
+        device = self._model.device
+        tokens = [chunk.entry.tokens[chunk.start : chunk.end] for _, chunk in chunks]
+        positions = [np.arange(chunk.start, chunk.end) for _, chunk in chunks]
+        split = sum(len(part) for part in tokens)
+        tokens.append(np.array([self._running[row].output_ids[-1] for row in rows], dtype=np.int32))
+        positions.append(np.array([row.position for row in rows], dtype=np.int64))
+        wanted: list[int] = []
+        counts: list[int] = []
+        offset = 0
+        for job, chunk in chunks:
+            mine = job.wanted(chunk)
+            wanted += [offset + position - chunk.start for position in mine]
+            counts.append(len(mine))
+            offset += chunk.end - chunk.start
+        logits = self._model.forward(
+            torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
+            torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(device),
+            PromptAttention([chunk for _, chunk in chunks], self._model.shape) if chunks else None,
+            decode,
+            split,
+            torch.tensor([*wanted, *range(split, split + len(rows))], dtype=torch.long, device=device),
+        )
+        for (job, chunk), part in zip(chunks, logits[: len(wanted)].split(counts) if counts else (), strict=True):
+            job.take(chunk, part)
+            if job.is_done:
+                self._finish_prompt(job)
+        return logits[len(wanted) :] if rows else None
+
+    def _finish_prompt(self, job: PromptJob) -> None:
+        """Make a computed prompt findable and hand it to its requests."""
+        self._cache.insert(job.entry)
+        del self._jobs[next(key for key, value in self._jobs.items() if value is job)]
+        self._ready += [(request, job.entry) for request in job.requests]
+
+    def _ends_without_output(self, request: Request, entry: PrefixEntry) -> bool:
+        """Finish a request that only wants its prompt scored."""
+        if request.remaining > 0:
+            return False
+        request.finish = {"type": "length", "length": len(request.output_ids)}
+        self._cache.release(entry)
+        self._leave(request)
+        return True
+
+    def _draw(self, logits: Tensor, requests: list[Request]) -> None:
+        vocab, device = self._model.shape.vocab_size, self._model.device
+        drawn = sample(logits, [request.sample_row(vocab, device) for request in requests])
+        for i, request in enumerate(requests):
+            top, kept = drawn.top.get(i), drawn.kept.get(i)
+            request.append(drawn.tokens[i], drawn.log_probs[i], self.weight_version, top, kept)
+            if request.finish is not None:
+                self._leave(request)
+            elif request.wants_progress:
+                request.progress()
+
+    def _place(self, request: Request, entry: PrefixEntry) -> None:
+        """Give a request that has its first token a live row."""
+        length = len(entry.tokens)
+        is_shared = length >= self._share_from and self._demand[entry.tokens.tobytes()] > 1
+
+        def place() -> None:
+            room = min(request.remaining, _RESERVE_TOKENS)
+            row = self._pool.add(0, room) if is_shared else self._pool.add(length, length + room)
+            if is_shared:
+                row.shared, row.shared_length = entry, length
+            else:
+                row.slab.k[:, row.index, :, :length] = entry.k
+                row.slab.v[:, row.index, :, :length] = entry.v
+            request.row = row
+            self._running[row] = request
+
+        placed = self._with_room(place, length)
+        if not is_shared or not placed:
+            self._cache.release(entry)
+        if not placed:
+            if self._running or self._jobs:
+                self._put_back(request)
+            else:
+                self._out_of_memory(request)
+
+    def _drop_row(self, request: Request, *, keep: bool) -> None:
+        """Free a request's row; ``keep`` makes the sequence findable for a later turn of the same conversation."""
+        row = request.row
+        assert row is not None
+        if keep and self._cache.is_enabled:
+            self._with_room(lambda: self._keep(request, row), row.position)
+        del self._running[row]
+        self._pool.remove(row)
+        if row.shared is not None:
+            self._cache.release(row.shared)
+        request.row = None
+
+    def _keep(self, request: Request, row: Row) -> None:
+        entry = self._cache.create(request.sequence[: row.position])
+        cut = row.shared_length
+        if row.shared is not None:
+            entry.k[:, :, :cut], entry.v[:, :, :cut] = row.shared.k[:, :, :cut], row.shared.v[:, :, :cut]
+        entry.k[:, :, cut:] = row.slab.k[:, row.index, :, : row.length]
+        entry.v[:, :, cut:] = row.slab.v[:, row.index, :, : row.length]
+        entry.filled = row.position
+        self._cache.insert(entry)
+        self._cache.release(entry)
+
+    def _detach(self, request: Request) -> None:
+        """Take a request out of wherever it is."""
+        if request.row is not None:
+            self._drop_row(request, keep=False)
+            return
+        for other, entry in self._ready:
+            if other is request:
+                self._ready.remove((other, entry))
+                self._cache.release(entry)
+                return
+        for key, job in list(self._jobs.items()):
+            if request in job.requests:
+                job.requests.remove(request)
+                self._cache.release(job.entry)
+                if not job.requests:
+                    del self._jobs[key]
+                return
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def _leave(self, request: Request, error: Exception | None = None) -> None:
+        """Report a request that is done."""
+        self._is_short = False
+        key = request.prompt.tobytes()
+        self._demand[key] -= 1
+        if self._demand[key] <= 0:
+            del self._demand[key]
+        request.progress(error)

@@ -1,0 +1,10 @@
+"""Weight tables of the model families that can be trained, by ``model_type`` of the checkpoint."""
+
+from collections.abc import Mapping
+
+from slime.weights.families import llama, qwen2, qwen3
+from slime.weights.families.family import Family
+
+__all__ = ["FAMILIES", "Family"]
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (llama.LLAMA, qwen2.QWEN2, qwen3.QWEN3)}

@@ -1,0 +1,36 @@
+"""Train with rollouts generated ahead of training; see ``--async-buffer-size``.
+
+Weights never change inside a rollout: before a sync the rollout in progress is finished.
+"""
+
+import sys
+
+from slime.cli import parse_args
+
+from slime.cluster.entry import main
+from slime.cluster.launch import launch
+from slime.config import Config
+from slime.errors import ConfigError
+
+
+def train(config: Config) -> None:
+    """Run the asynchronous loop from where the loaded checkpoint stopped."""
+    if config.cluster.colocate:
+        raise ConfigError("train_async.py generates while it trains, so --colocate is not possible; use train.py")
+    with launch(config) as run:  # ends everything it started, in reverse order
+        run.sync_weights()
+        run.evaluate_before_training()
+        with run.rollouts_ahead() as rollouts:
+            for step in run.steps():
+                run.trainer.train(step, rollouts.take(step))
+                if run.save_due(step):
+                    run.save(step)
+                if run.sync_due(step):
+                    with rollouts.paused():
+                        run.sync_weights()
+                if run.eval_due(step):
+                    run.evaluate(step)
+
+
+if __name__ == "__main__":
+    sys.exit(main(train, parse_args))
