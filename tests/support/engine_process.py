@@ -1,0 +1,72 @@
+"""Real engine and router processes for tests: started on free ports, waited for, and ended whatever happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START_SECONDS = 90.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def engine_process(model_path: Path, *flags: str) -> Iterator[str]:
+    """A ``slime.engines.server`` on the CPU in float32; yields its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "slime.engines.server", "--model-path", str(model_path), "--port", str(port)]
+    with _process([*command, "--host", "127.0.0.1", "--dtype", "float32", "--device", "cpu", *flags], port, "/ready"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def router_process(worker_urls: Sequence[str], policy: str = "round_robin") -> Iterator[str]:
+    """A real ``sglang_router`` in front of ``worker_urls``; yields its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    metrics = ["--prometheus-port", str(free_port())]
+    with _process([*command, "--policy", policy, *metrics, "--worker-urls", *worker_urls], port, "/readiness"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def _process(command: list[str], port: int, ready: str) -> Iterator[None]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        _wait(process, f"http://127.0.0.1:{port}{ready}")
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+def _wait(process: subprocess.Popen[str], url: str) -> None:
+    give_up_at = time.monotonic() + START_SECONDS
+    while time.monotonic() < give_up_at:
+        if process.poll() is not None:
+            raise AssertionError(f"{process.args} ended with {process.returncode}:\n{process.communicate()[0]}")
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise AssertionError(f"{url} was not ready within {START_SECONDS:g} s")

@@ -1,0 +1,158 @@
+"""Tiny random Hugging Face model directories for tests.
+
+Owns the writing of a complete model directory (``config.json``, ``generation_config.json``, ``model.safetensors`` and
+a byte-level tokenizer with a chat template) without importing transformers, so that a test pays milliseconds for it.
+Every weight is random, biases and norms included: a test that forgets one of them fails.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(5)))
+"""Specials follow the 256 byte tokens: pad is 256, <|im_start|> 257, eos <|im_end|> 258."""
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+PAD_ID, IM_START_ID, EOS_ID = 256, 257, 258
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def make_tiny_model(
+    path: str | Path, family: Family = "llama", tokenizer: bool = True, seed: int = 0, **overrides: Any
+) -> Path:
+    """Write a model directory of about 100,000 parameters.
+
+    Args:
+        path: Directory to create or to write into.
+        family: Shape: ``llama`` (no biases), ``qwen2`` (q, k and v biases), ``qwen3`` (q and k norms and a
+            ``head_dim`` that is not ``hidden_size / num_attention_heads``).
+        tokenizer: Whether to write a tokenizer too.
+        seed: Seed of the weights; the same seed and shape give the same bytes.
+        **overrides: Entries of ``config.json`` that replace the defaults, such as ``num_hidden_layers=4``,
+            ``tie_word_embeddings=True``, ``rope_scaling={...}`` or ``torch_dtype="bfloat16"``; None removes an entry.
+
+    Returns:
+        ``path`` as a ``Path``.
+    """
+    out = Path(path)
+    out.mkdir(parents=True, exist_ok=True)
+    config = _config(family, overrides)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    generation = {"eos_token_id": config.get("eos_token_id"), "pad_token_id": PAD_ID}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    save_file(tiny_weights(config, seed), out / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer:
+        write_tiny_tokenizer(out)
+    return out
+
+
+def write_tiny_tokenizer(out: Path) -> None:
+    """Write a byte-level tokenizer: one token per UTF-8 byte, special tokens, ChatML template, eos ``<|im_end|>``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _config(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32 if family == "qwen3" else 16,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5 if family == "llama" else 1e-6,
+        "rope_theta": 10000.0 if family == "llama" else 1000000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "torch_dtype": "float32",
+        "use_cache": True,
+    }
+    if family == "llama":
+        del config["use_sliding_window"]
+    else:
+        del config["mlp_bias"]
+    if family == "qwen2":
+        del config["head_dim"], config["attention_bias"]
+    config.update(overrides)
+    return {k: v for k, v in config.items() if v is not None or k == "bos_token_id"}
+
+
+def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights under their Hugging Face names for a ``config.json`` of one of the three families."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = _DTYPES[str(config.get("torch_dtype", "float32"))]
+    hidden, inter, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    q, kv = heads * head_dim, config["num_key_value_heads"] * head_dim
+    qkv_bias = config["model_type"] == "qwen2" or bool(config.get("attention_bias"))
+
+    def normal(*shape: int, std: float = 0.1, mean: float = 0.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std + mean).to(dtype)
+
+    weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, std=0.5)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        attention = layer + "self_attn."
+        weights[layer + "input_layernorm.weight"] = normal(hidden, mean=1.0)
+        weights[layer + "post_attention_layernorm.weight"] = normal(hidden, mean=1.0)
+        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            weights[attention + name + ".weight"] = normal(rows, hidden)
+            if qkv_bias:
+                weights[attention + name + ".bias"] = normal(rows)
+        weights[attention + "o_proj.weight"] = normal(hidden, q)
+        if config.get("attention_bias"):
+            weights[attention + "o_proj.bias"] = normal(hidden)
+        if config["model_type"] == "qwen3":
+            weights[attention + "q_norm.weight"] = normal(head_dim, mean=1.0)
+            weights[attention + "k_norm.weight"] = normal(head_dim, mean=1.0)
+        for name, rows, columns in (
+            ("gate_proj", inter, hidden),
+            ("up_proj", inter, hidden),
+            ("down_proj", hidden, inter),
+        ):
+            weights[layer + f"mlp.{name}.weight"] = normal(rows, columns)
+            if config.get("mlp_bias"):
+                weights[layer + f"mlp.{name}.bias"] = normal(rows)
+    weights["model.norm.weight"] = normal(hidden, mean=1.0)
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = normal(config["vocab_size"], hidden, std=0.2)
+    return weights

@@ -1,0 +1,74 @@
+"""Configurations and models for tests of the training backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slime.backends.megatron import cpu
+
+cpu.install()
+
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+
+from slime.backends.megatron import parallel  # noqa: E402
+from slime.backends.megatron.args import MegatronFlagFamily  # noqa: E402
+from slime.backends.megatron.export import load_hf  # noqa: E402
+from slime.backends.megatron.model import build_model  # noqa: E402
+from slime.backends.megatron.parallel import ParallelState  # noqa: E402
+from slime.config import Config, MegatronContext  # noqa: E402
+from slime.config.hf import read_hf_model  # noqa: E402
+from tests.support.gloo import Rank, free_port  # noqa: E402
+
+
+def make_config(
+    model_dir: str | Path, megatron_argv: Sequence[str] = (), *, num_processes: int = 1, **sections: dict[str, Any]
+) -> Config:
+    """A resolved configuration for training a checkpoint on the CPU.
+
+    Args:
+        model_dir: Hugging Face directory.
+        megatron_argv: Megatron's tokens.
+        num_processes: Training processes.
+        **sections: Per section of ``Config`` the fields to replace, e.g. ``train={"precision": "bf16"}``.
+    """
+    defaults = {
+        "cluster": {"device": "cpu", "actor_num_gpus_per_node": num_processes, "distributed_timeout_minutes": 1},
+        "train": {"precision": "fp32"},
+        "data": {"num_rollout": 4},
+    }
+    base = Config(hf=read_hf_model(str(model_dir)))
+    changed = {
+        name: replace(getattr(base, name), **{**defaults.get(name, {}), **sections.get(name, {})})
+        for name in {*defaults, *sections}
+    }
+    config = replace(base, **changed)
+    context = MegatronContext(
+        hf=config.hf,
+        cluster=config.cluster,
+        train=config.train,
+        data=config.data,
+        rollout=config.rollout,
+        algorithm=config.algorithm,
+        checkpoint=config.checkpoint,
+    )
+    return replace(config, megatron=MegatronFlagFamily().parse(list(megatron_argv), context))
+
+
+def start(config: Config, rank: Rank | None = None) -> ParallelState:
+    """Join the ranks, or start a group of one."""
+    rank = rank or Rank(0, 1, free_port())
+    return parallel.initialize(
+        config, rank=rank.rank, world_size=rank.world_size, master_addr="127.0.0.1", master_port=rank.port
+    )
+
+
+def loaded_model(config: Config, state: ParallelState, *, wrap_with_ddp: bool = False) -> list[MegatronModule]:
+    """The configured model with the weights of its checkpoint."""
+    assert config.hf is not None
+    path = config.hf.path
+    return build_model(
+        config, parallel=state, pre_wrap=lambda chunks: load_hf(chunks, config, path), wrap_with_ddp=wrap_with_ddp
+    )

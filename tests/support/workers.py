@@ -1,0 +1,107 @@
+"""Training workers for integration tests: one rank in this process, or several layouts in spawned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.config import Config
+from slime.types import RolloutBatch
+from tests.support.gloo import Rank, free_port
+from tests.support.training import make_config
+
+# The first Adam step is then lr g / (|g| + 1): weights show differences of gradients linearly instead of by sign.
+LEARNING_RATE = 0.1
+LINEAR_ADAM = ("--lr", str(LEARNING_RATE), "--adam-eps", "1.0", "--clip-grad", "1e9", "--lr-decay-style", "constant")
+LINEAR_ADAM += ("--weight-decay", "0.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration and the rollouts it trains."""
+
+    argv: Sequence[str] = ()
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    batches: Sequence[RolloutBatch] = ()
+    num_processes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Metrics of each rollout, and the weights afterwards under their Hugging Face names (on rank 0)."""
+
+    metrics: list[dict[str, float]]
+    steps: list[list[dict[str, float]]]
+    weights: dict[str, torch.Tensor]
+
+
+@contextmanager
+def running_worker(config: Config, rank: Rank | None = None) -> Iterator[Any]:
+    """An initialised ``MegatronWorker`` that leaves its groups at the end; ``first_rollout_id`` is set on it."""
+    from slime.backends.megatron.worker import MegatronWorker
+
+    rank = rank or Rank(0, 1, free_port())
+    worker = MegatronWorker(config, rank.rank, rank.world_size, "127.0.0.1", rank.port)
+    try:
+        worker.first_rollout_id = worker.init()
+        yield worker
+    finally:
+        worker.close()
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    """All weights under their Hugging Face names. Collective; empty but on rank 0."""
+    from slime.backends.megatron.export import iter_hf_buckets
+
+    buckets = iter_hf_buckets(worker.chunks, worker.config, 1 << 30)
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+
+def run_case(model_dir: Path, case: Case, rank: Rank | None = None) -> Outcome:
+    """Train a case's rollouts."""
+    config = make_config(model_dir, case.argv, num_processes=case.num_processes, **case.sections)
+    with running_worker(config, rank) as worker:
+        metrics, steps = [], []
+        for batch in case.batches:
+            metrics.append(worker.train(batch))
+            steps.append(worker.step_metrics)
+        return Outcome(metrics=metrics, steps=steps, weights=weights_of(worker))
+
+
+def run_cases(rank: Rank, model_dir: Path, cases: dict[str, Case]) -> dict[str, Outcome | str]:
+    """Several cases one after the other in the same processes; a fault becomes its text. For ``run_ranks``."""
+    outcomes: dict[str, Outcome | str] = {}
+    for name, case in cases.items():
+        # Every case meets at a port of its own: the last one's store may still be closing.
+        place = Rank(rank.rank, rank.world_size, rank.port + 1 + len(outcomes))
+        try:
+            outcomes[name] = run_case(model_dir, case, place)
+        except Exception as error:  # noqa: BLE001  # reported by the test of this case
+            outcomes[name] = f"{type(error).__name__}: {error}"
+    return outcomes
+
+
+def assert_same_training(
+    got: Outcome, want: Outcome, *, tolerance: float = 1e-6, weights: float = 2e-6, ignore: Sequence[str] = ()
+) -> None:
+    """Equal losses, gradient norms and every other training number, and equal weights."""
+    for i, (mine, theirs) in enumerate(zip(got.metrics, want.metrics, strict=True)):
+        names = {n for n in theirs if not n.startswith("perf/")} - set(ignore)
+        assert names <= mine.keys()
+        for name in sorted(names):
+            limit = tolerance * max(1.0, abs(theirs[name])) * (10 if i else 1)
+            assert abs(mine[name] - theirs[name]) <= limit, f"rollout {i}, {name}: {mine[name]!r} != {theirs[name]!r}"
+    assert got.weights.keys() == want.weights.keys()
+    for name, tensor in want.weights.items():
+        difference = (got.weights[name] - tensor).abs().max().item()
+        assert difference <= weights, f"{name} differs by {difference}"
+
+
+def run_case_rank(rank: Rank, model_dir: Path, case: Case) -> Outcome:
+    """``run_case`` for ``run_ranks``."""
+    return run_case(model_dir, case, rank)

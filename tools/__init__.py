@@ -1,0 +1,1 @@
+"""Stand-alone commands: prepare models and data, look at dumps. Run them with ``python -m tools.NAME``."""

@@ -1,0 +1,79 @@
+"""Generate prompts that ask for the larger of two numbers, as ``train.jsonl`` and ``eval.jsonl``.
+
+A row is ``{"prompt": [messages], "label": "82"}``. No pair of numbers of the evaluation set occurs in the
+training set in either order, so a rising held-out score cannot come from remembered questions. The same
+seed gives the same bytes.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+
+LOWEST, HIGHEST = 10, 99
+# One worked example: without it most answers are sentences that run into the length limit.
+SHARED_MESSAGES = (
+    {"role": "system", "content": "Name the larger number."},
+    {"role": "user", "content": "12 or 9"},
+    {"role": "assistant", "content": "12"},
+)
+
+
+def generate_rows(num_train: int, num_eval: int, seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Return (training rows, evaluation rows).
+
+    Args:
+        num_train: rows of the training set.
+        num_eval: rows of the evaluation set.
+        seed: seed of the choice of pairs and of the order within each.
+
+    Raises:
+        ValueError: more rows are asked for than there are pairs.
+    """
+    pairs = list(combinations(range(LOWEST, HIGHEST + 1), 2))
+    if num_train + num_eval > len(pairs):
+        raise ValueError(f"{num_train} + {num_eval} rows asked for, but there are {len(pairs)} pairs of numbers")
+    generator = random.Random(seed)
+    chosen = generator.sample(pairs, num_train + num_eval)
+    rows = [build_row(*(pair if generator.random() < 0.5 else pair[::-1])) for pair in chosen]
+    return rows[:num_train], rows[num_train:]
+
+
+def build_row(first: int, second: int) -> dict[str, object]:
+    """Return one row that asks about ``first`` and ``second``."""
+    question = {"role": "user", "content": f"{first} or {second}"}
+    return {"prompt": [*SHARED_MESSAGES, question], "label": str(max(first, second))}
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    """Write one JSON object a line; the file appears complete or not at all."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    aside.rename(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: ``python -m tools.generate_comparison_data --output DIR``."""
+    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, required=True, help="directory that gets train.jsonl and eval.jsonl")
+    parser.add_argument("--num-train", type=int, default=2000)
+    parser.add_argument("--num-eval", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        train_rows, eval_rows = generate_rows(args.num_train, args.num_eval, args.seed)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_jsonl(args.output / "train.jsonl", train_rows)
+    write_jsonl(args.output / "eval.jsonl", eval_rows)
+    print(f"{args.output}: {len(train_rows)} training rows, {len(eval_rows)} evaluation rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
