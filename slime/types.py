@@ -12,7 +12,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -99,17 +99,17 @@ class Sample:
     index: int | None = None
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     multimodal_train_input_id: int | None = None
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
-    weight_versions: list[str] = field(default_factory=list)
+    weight_versions: list[str] = field(default_factory=list[str])
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: Int32Array | None = None
     rollout_top_p_token_offsets: Int32Array | None = None
@@ -117,7 +117,7 @@ class Sample:
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None
@@ -243,10 +243,12 @@ class Sample:
         self.rollout_top_p_token_offsets = np.concatenate([self.rollout_top_p_token_offsets, offsets[1:] + shift])
 
     def _set_routed_experts(self, meta_info: Mapping[str, Any]) -> None:
-        rows = meta_info.get("routed_experts")
-        if rows is None or not isinstance(rows, np.ndarray):
+        found = meta_info.get("routed_experts")
+        if found is None:
             return
-        rows = rows.astype(np.int32, copy=False)
+        if not isinstance(found, np.ndarray) or found.ndim != 3:  # pyright: ignore[reportUnknownMemberType]
+            raise ValueError("routed_experts must be an int array [tokens, layers, top-k]; decode the reply first")
+        rows = np.asarray(found, dtype=np.int32)
         start = int(meta_info.get("routed_experts_start_len", 0))
         if start and self.rollout_routed_experts is not None:
             rows = np.concatenate([self.rollout_routed_experts[:start], rows])
@@ -258,7 +260,8 @@ class Sample:
         self.prefix_cache_info.add(meta_info)
         if "weight_version" in meta_info:
             self.weight_versions.append(str(meta_info["weight_version"]))
-        reason = (meta_info.get("finish_reason") or {}).get("type")
+        finish: Mapping[str, Any] = meta_info.get("finish_reason") or {}
+        reason = str(finish.get("type"))
         status = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}.get(reason)
         if status is not None:
             self.status = status
@@ -332,14 +335,16 @@ class RolloutBatch:
     rollout_log_probs: list[Float32Array] | None = None  # N x [R_i]
     teacher_log_probs: list[Float32Array] | None = None  # N x [R_i]
     metadata: list[dict[str, Any] | None] | None = None
-    extra: dict[str, list[Any]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         for column in fields(self):
             value = getattr(self, column.name)
-            if isinstance(value, list) and len(value) != n:
-                raise ValueError(f"column {column.name} has {len(value)} entries, tokens has {n}")
+            if isinstance(value, list):
+                entries = cast(list[Any], value)
+                if len(entries) != n:
+                    raise ValueError(f"column {column.name} has {len(entries)} entries, tokens has {n}")
         for name, column in self.extra.items():
             if len(column) != n:
                 raise ValueError(f"extra column {name} has {len(column)} entries, tokens has {n}")

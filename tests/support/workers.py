@@ -73,17 +73,20 @@ def run_case(model_dir: Path, case: Case, rank: Rank | None = None) -> Outcome:
         return Outcome(metrics=metrics, steps=steps, weights=weights_of(worker))
 
 
-def run_cases(rank: Rank, model_dir: Path, cases: dict[str, Case]) -> dict[str, Outcome | str]:
-    """Several cases one after the other in the same processes; a fault becomes its text. For ``run_ranks``."""
-    outcomes: dict[str, Outcome | str] = {}
-    for name, case in cases.items():
-        # Every case meets at a port of its own: the last one's store may still be closing.
-        place = Rank(rank.rank, rank.world_size, rank.port + 1 + len(outcomes))
+def run_cases(rank: Rank, model_dir: Path, cases: dict[str, Case], ports: Sequence[int]) -> dict[str, Outcome]:
+    """Several cases one after the other in the same processes, each at its own port. For ``run_ranks``."""
+    outcomes: dict[str, Outcome] = {}
+    for (name, case), port in zip(cases.items(), ports, strict=True):
         try:
-            outcomes[name] = run_case(model_dir, case, place)
-        except Exception as error:  # noqa: BLE001  # reported by the test of this case
-            outcomes[name] = f"{type(error).__name__}: {error}"
+            outcomes[name] = run_case(model_dir, case, Rank(rank.rank, rank.world_size, port))
+        except Exception as error:
+            raise AssertionError(f"case {name} failed") from error
     return outcomes
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    return [free_port() for _ in range(number)]
 
 
 def assert_same_training(
@@ -100,8 +103,3 @@ def assert_same_training(
     for name, tensor in want.weights.items():
         difference = (got.weights[name] - tensor).abs().max().item()
         assert difference <= weights, f"{name} differs by {difference}"
-
-
-def run_case_rank(rank: Rank, model_dir: Path, case: Case) -> Outcome:
-    """``run_case`` for ``run_ranks``."""
-    return run_case(model_dir, case, rank)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.gloo import run_ranks
 from tests.support.rollouts import make_rollout
 from tests.support.tiny_models import make_tiny_model
-from tests.support.workers import LINEAR_ADAM, Case, Outcome, assert_same_training, run_case, run_cases
+from tests.support.workers import LINEAR_ADAM, Case, Outcome, assert_same_training, free_ports, run_case, run_cases
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -65,8 +65,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(model_dir: Path) -> dict[str, Any]:
-    return run_ranks(2, run_cases, model_dir, CASES, timeout_seconds=360)[0]
+def outcomes(model_dir: Path) -> dict[str, Outcome]:
+    return run_ranks(2, run_cases, model_dir, CASES, free_ports(len(CASES)), timeout_seconds=360)[0]
 
 
 def single(model_dir: Path, name: str) -> Outcome:
@@ -74,7 +74,5 @@ def single(model_dir: Path, name: str) -> Outcome:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name: str, model_dir: Path, outcomes: dict[str, Any]) -> None:
-    got = outcomes[name]
-    assert isinstance(got, Outcome), got
-    assert_same_training(got, single(model_dir, name), weights=5e-6)
+def test_equals_one_process(name: str, model_dir: Path, outcomes: dict[str, Outcome]) -> None:
+    assert_same_training(outcomes[name], single(model_dir, name))
