@@ -107,12 +107,37 @@ ESTABLISHED: Mapping[str, Mapping[str, str]] = {
     "slime.rollout.rm_hub": {
         "async_rm": "slime.rewards:async_rm",
         "batched_async_rm": "slime.rewards:batched_async_rm",
+        "remote_rm": "slime.rewards:remote_rm",
+    },
+    "slime.rollout.rm_hub.deepscaler": {
+        "get_deepscaler_rule_based_reward": "slime.rewards.scorers:get_deepscaler_rule_based_reward",
+    },
+    "slime.rollout.rm_hub.math_utils": {
+        "extract_answer": "slime.rewards.scorers:extract_answer",
+        "extract_boxed_answer": "slime.rewards.scorers:extract_boxed_answer",
+        "grade_answer_mathd": "slime.rewards.scorers:grade_answer_mathd",
+        "grade_answer_sympy": "slime.rewards.scorers:grade_answer_sympy",
+        "grade_answer_verl": "slime.rewards.scorers:grade_answer_verl",
+    },
+    "slime.rollout.rm_hub.math_dapo_utils": {
+        "compute_score": "slime.rewards.scorers:compute_score",
+    },
+    "slime.rollout.rm_hub.f1": {
+        "f1_score": "slime.rewards.rules:f1_score",
+    },
+    "slime.rollout.rm_hub.gpqa": {
+        "compute_gpqa_reward": "slime.rewards.scorers:compute_gpqa_reward",
     },
     "slime.rollout.filter_hub.base_types": {
         "DynamicFilterOutput": "slime.rollout.filters:DynamicFilterOutput",
         "MetricGatherer": "slime.rollout.filters:MetricGatherer",
         "call_dynamic_filter": "slime.rollout.filters:call_dynamic_filter",
         "should_drop_dynamic_filter_output": "slime.rollout.filters:should_drop_dynamic_filter_output",
+    },
+    "slime.backends.megatron_utils.loss": {
+        "get_log_probs_and_entropy": "slime.backends.megatron.established_loss:get_log_probs_and_entropy",
+        "icepop_function": "slime.backends.megatron.established_loss:icepop_function",
+        "vanilla_tis_function": "slime.backends.megatron.established_loss:vanilla_tis_function",
     },
     "slime.rollout.filter_hub.dynamic_sampling_filters": {
         "check_reward_nonzero_std": "slime.rollout.filters:check_reward_nonzero_std",

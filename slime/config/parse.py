@@ -28,7 +28,7 @@ from slime.config.tokens import FlagGroup, group_tokens, read_values, unknown_fl
 from slime.errors import ConfigError
 
 Preflight = Callable[[Config], list[str]]
-"""A check that other layers own: takes the resolved configuration, returns problems."""
+"""A check that other layers own: takes the configuration without Megatron's values, returns problems."""
 
 
 class NamesAndParser(Protocol):
@@ -83,7 +83,7 @@ def parse(
         router: The router's family.
         custom: Flags of the user's own parser; their values reach plug-ins through ``args``.
         surroundings: The machine; by default one without CUDA devices and optional packages.
-        preflights: Further checks on the resolved configuration.
+        preflights: Further checks on the resolved configuration, before Megatron's values are known.
 
     Raises:
         ConfigError: Every problem found, each naming the flag and the remedy.
@@ -109,10 +109,11 @@ def parse(
     router_values = _prefixed(families.router, split.router, specs, draft)
     if families.custom is not None:
         extra.update(_foreign(families.custom, split.custom, draft))
-    megatron_config = _megatron(draft, families.megatron, split.megatron)
-    config = _build(draft, megatron_config, engine_values, {**ROUTER_FORCED, **router_values}, extra)
+    config = _build(draft, engine_values, {**ROUTER_FORCED, **router_values}, extra)
     for preflight in preflights:
         draft.problems += preflight(_readable(config))
+    megatron_config = _megatron(draft, families.megatron, split.megatron)
+    config = replace(config, megatron=megatron_config, notices=(*config.notices, *megatron_config.notices))
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
     return config
@@ -282,19 +283,17 @@ def _megatron(draft: Draft, family: FlagFamily | None, groups: Sequence[FlagGrou
 
 def _build(
     draft: Draft,
-    megatron: MegatronConfig,
     sglang: Mapping[str, Any],
     router: Mapping[str, Any],
     custom: Mapping[str, Any],
 ) -> Config:
     return Config(
         **{name: getattr(draft, name) for name in SECTIONS},
-        megatron=megatron,
         sglang=sglang,
         router=router,
         custom=custom,
         hf=draft.hf,
-        notices=(*dict.fromkeys(draft.notices), *megatron.notices),
+        notices=tuple(dict.fromkeys(draft.notices)),
     )
 
 

@@ -153,8 +153,18 @@ def _rewards(
     spec = ALGORITHMS[args.advantage_estimator]
     if not (spec.group_baseline and args.rewards_normalization):
         return raw, list(raw)
-    normalize_std = spec.group_std and args.grpo_std_normalization
-    return raw, shape_group_rewards(raw, group_ids, rollout_ids, normalize_std=normalize_std)
+    # What a fault of a plug-in left behind says nothing about the prompt, so it moves no baseline.
+    graded = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
+    shaped = shape_group_rewards(
+        [raw[i] for i in graded],
+        [group_ids[i] for i in graded],
+        [rollout_ids[i] for i in graded],
+        normalize_std=spec.group_std and args.grpo_std_normalization,
+    )
+    rewards = [0.0] * len(samples)
+    for i, reward in zip(graded, shaped, strict=True):
+        rewards[i] = reward
+    return raw, rewards
 
 
 def _custom_rewards(args: BatchArgs, samples: list[Sample], path: str) -> tuple[list[float], list[float]]:

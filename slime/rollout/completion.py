@@ -17,10 +17,12 @@ import numpy as np
 
 from slime.data.templates import render_prompt
 from slime.errors import DataError, EngineError
+from slime.observability.trace import trace_span
 from slime.rollout.context import RolloutContext
 from slime.types import Sample
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
+TRACED = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,11 @@ async def complete(
     headers = None
     if sample.session_id and args.router_policy == "consistent_hashing":
         headers = {ROUTING_HEADER: sample.session_id}
-    reply = await context.client.generate(payload, headers=headers, base_url=base_url)
-    return _read_reply(args, reply, want_mask="return_sampling_mask" in payload)
+    with trace_span(sample, "sglang_generate") as span:
+        reply = await context.client.generate(payload, headers=headers, base_url=base_url)
+        completion = _read_reply(args, reply, want_mask="return_sampling_mask" in payload)
+        span.update({name: completion.meta_info[name] for name in TRACED if name in completion.meta_info})
+    return completion
 
 
 def _read_reply(args: Any, reply: Mapping[str, Any], *, want_mask: bool) -> Completion:

@@ -23,7 +23,7 @@ from slime.data.templates import load_processor, load_tokenizer
 from slime.errors import ConfigError, WaitTimeoutError
 from slime.rewards import RewardService
 from slime.rollout.client import ClientTimeouts, EngineClient
-from slime.rollout.failures import DEFAULT_MAX_FAILED_SHARE, FailureBudget
+from slime.rollout.failures import FailureBudget
 from slime.rollout.hooks import CustomGenerate, RolloutHooks
 from slime.rollout.loop import ConcurrencyLimit, LoopThread
 from slime.rollout.progress import ProgressFactory, open_progress
@@ -217,7 +217,7 @@ class RolloutContext:
         args = self.args
         self.turn = RolloutTurn(
             rollout_id,
-            FailureBudget(num_samples, DEFAULT_MAX_FAILED_SHARE),
+            FailureBudget(num_samples, args.max_failed_sample_share),
             evaluation=evaluation,
             max_context_len=args.eval_max_context_len if evaluation else args.rollout_max_context_len,
         )

@@ -19,7 +19,6 @@ from slime.types import Sample, Status
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_FAILED_SHARE = 0.1
 MAX_MESSAGE_CHARS = 500
 
 _PACKAGE_DIR = str(Path(__file__).resolve().parents[1])

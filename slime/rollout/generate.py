@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from slime.errors import ConfigError, PluginError, SlimeError, WaitTimeoutError
+from slime.observability.trace import trace_next_attempt, trace_span
 from slime.rollout.completion import complete, prompt_token_ids, token_budget
 from slime.rollout.context import RolloutContext
 from slime.rollout.conversation import generate_single, generate_with_list_form
@@ -95,9 +96,11 @@ async def generate_and_rm(
     stale = args.partial_rollout and args.mask_offpolicy_in_partial_rollout and not evaluation
     if stale and sample.response_length and sample.status is not Status.FAILED:
         sample.loss_mask = [0] * sample.response_length
+    if sample.status is Status.ABORTED:
+        trace_next_attempt(sample)
     item: GroupItem = sample
     if sample.status not in FINISHED:
-        with user_code(context, [sample], "generate"):
+        with user_code(context, [sample], "generate"), trace_span(sample, "generate_and_rm"):
             item = await _generate_item(context, sample, sampling_params, evaluation)
     if args.group_rm and not evaluation:
         return item
@@ -143,7 +146,7 @@ async def _score_item(context: RolloutContext, item: GroupItem) -> GroupItem:
     unscored = [s for s in samples if s.reward is None and s.status is not Status.FAILED]
     if not unscored:
         return item
-    with user_code(context, unscored, "reward"):
+    with user_code(context, unscored, "reward"), trace_span(unscored, "reward_model"):
         if isinstance(item, list):
             _assign_rewards(unscored, await context.rewards.score_group(unscored))
         else:
@@ -179,20 +182,7 @@ async def generate_and_rm_group(
     items = await gather_or_cancel(jobs)
     if args.group_rm and not evaluation and not context.turn.aborted:
         await _score_group(context, items)
-    set_failed_rewards(args, items)
     return items
-
-
-def set_failed_rewards(args: Any, items: RolloutGroup) -> None:
-    """Give the failed samples of a group the mean reward of the others, so that they move no baseline."""
-    samples = list(iter_samples(items))
-    failed = [s for s in samples if s.status is Status.FAILED]
-    scored = [s for s in samples if s.status is not Status.FAILED and s.reward is not None]
-    if not failed or not scored:
-        return
-    mean = sum(float(s.get_reward_value(args)) for s in scored) / len(scored)
-    for sample in failed:
-        sample.reward = {args.reward_key: mean} if args.reward_key else mean
 
 
 async def _score_group(context: RolloutContext, items: RolloutGroup) -> None:
@@ -207,7 +197,7 @@ async def _score_group(context: RolloutContext, items: RolloutGroup) -> None:
     unscored = [s for s in samples if s.status is not Status.FAILED]
     if not unscored or all(s.reward is not None for s in unscored):
         return
-    with user_code(context, unscored, "group reward"):
+    with user_code(context, unscored, "group reward"), trace_span(unscored, "group_reward_model"):
         _assign_rewards(unscored, await context.rewards.score_group(unscored))
 
 

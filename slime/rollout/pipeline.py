@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 STALL_REPORT_SECONDS = 300.0
 CANCEL_SECONDS = 5.0
+MAX_ABORT_PAUSE_SECONDS = 3.0
 
 
 def generate_rollout(
@@ -177,19 +178,21 @@ async def _end_tasks(context: RolloutContext, tasks: set[GroupTask]) -> set[Grou
     """Abort in the engines until the tasks have ended; returns those that have not within the bound."""
     give_up_at = time.monotonic() + context.client.timeouts.abort_seconds
     pending: set[GroupTask] = tasks
+    pause = 0.25
     while pending and time.monotonic() < give_up_at:
-        # Again and again: a multi-turn function may start its next request after an abort.
+        # Again and again: a request may reach its engine, and a multi-turn function start its next one,
+        # after an abort.
         aborting = asyncio.create_task(context.client.abort_all())
         left = give_up_at - time.monotonic()
-        _, pending = await asyncio.wait(pending, timeout=max(0.0, min(3.0, left)))
+        _, pending = await asyncio.wait(pending, timeout=max(0.0, min(pause, left)))
+        pause = min(2 * pause, MAX_ABORT_PAUSE_SECONDS)
         if pending:
             aborting.cancel()
-        try:
-            await aborting
-        except asyncio.CancelledError:
-            if not pending:
-                raise
-        except (EngineError, WaitTimeoutError) as error:
+        await asyncio.wait([aborting])
+        error = None if aborting.cancelled() else aborting.exception()
+        if error is not None and not isinstance(error, EngineError | WaitTimeoutError):
+            raise error
+        if error is not None:
             logger.warning("abort: %s", error)
     return pending
 

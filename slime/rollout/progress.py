@@ -10,7 +10,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol
 
 from tqdm import tqdm
@@ -29,9 +28,7 @@ class Progress(Protocol):
 
     def __enter__(self) -> Progress: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 ProgressFactory = Callable[[str, int, str], Progress]

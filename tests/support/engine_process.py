@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 START_SECONDS = 90.0
 
@@ -45,24 +47,27 @@ def router_process(worker_urls: Sequence[str], policy: str = "round_robin") -> I
 @contextmanager
 def _process(command: list[str], port: int, ready: str) -> Iterator[None]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        _wait(process, f"http://127.0.0.1:{port}{ready}")
-        yield
-    finally:
-        process.terminate()
+    # A file, not a pipe: a pipe that nobody reads stops the process when it is full.
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate(timeout=10)
+            _wait(process, f"http://127.0.0.1:{port}{ready}", output)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
 
 
-def _wait(process: subprocess.Popen[str], url: str) -> None:
+def _wait(process: subprocess.Popen[bytes], url: str, output: IO[str]) -> None:
     give_up_at = time.monotonic() + START_SECONDS
     while time.monotonic() < give_up_at:
         if process.poll() is not None:
-            raise AssertionError(f"{process.args} ended with {process.returncode}:\n{process.communicate()[0]}")
+            output.seek(0)
+            raise AssertionError(f"{process.args} ended with {process.returncode}:\n{output.read()}")
         try:
             with urllib.request.urlopen(url, timeout=2) as response:
                 if response.status == 200:

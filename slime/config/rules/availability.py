@@ -24,7 +24,12 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_backend": ("auto", "embedded"),
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
+    "use_fault_tolerance": _DEFAULT_ONLY,
+    "rollout_health_check_interval": _DEFAULT_ONLY,
+    "rollout_health_check_timeout": _DEFAULT_ONLY,
+    "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Weight synchronisation
+    "check_weight_update_equal": _DEFAULT_ONLY,
     "update_weight_mode": _DEFAULT_ONLY,
     "update_weight_transport": _DEFAULT_ONLY,
     "update_weight_disk_dir": _DEFAULT_ONLY,
@@ -41,6 +46,7 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_task_type": _DEFAULT_ONLY,
     "load_forge_rollout_data": _DEFAULT_ONLY,
     "max_weight_staleness": _DEFAULT_ONLY,
+    "rollout_top_p": _DEFAULT_ONLY,
     "multimodal_keys": _DEFAULT_ONLY,
     # Objective
     "advantage_estimator": ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
@@ -48,7 +54,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "lambd": _DEFAULT_ONLY,
     "num_critic_only_steps": _DEFAULT_ONLY,
     "megatron_config_path": _DEFAULT_ONLY,
-    "keep_old_actor": _DEFAULT_ONLY,
     "use_opd": _DEFAULT_ONLY,
     "opd_type": _DEFAULT_ONLY,
     "opd_kl_coef": _DEFAULT_ONLY,
@@ -68,7 +73,10 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "megatron_deepgemm_moe_forward_layers": _DEFAULT_ONLY,
     "megatron_deepgemm_forward_modules": _DEFAULT_ONLY,
     "megatron_deepgemm_moe_forward_modules": _DEFAULT_ONLY,
-    # Profiling and checks
+    # Dumps, profiling and checks
+    "dump_details": _DEFAULT_ONLY,
+    "save_debug_train_data": _DEFAULT_ONLY,
+    "log_correct_samples": _DEFAULT_ONLY,
     "memory_snapshot_dir": _DEFAULT_ONLY,
     "memory_snapshot_num_steps": _DEFAULT_ONLY,
     "record_memory_history": _DEFAULT_ONLY,

@@ -60,7 +60,6 @@ class ClusterConfig(Section):
     sigterm_save_timeout_seconds: float = flag(
         120.0, above=0, doc="After SIGTERM: how long a training step in progress may take before the final save."
     )
-    shutdown_timeout_seconds: float = flag(60.0, above=0, doc="Bound on ending all processes of a run.")
 
     @property
     def world_size(self) -> int:

@@ -55,6 +55,13 @@ class RolloutConfig(Section):
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, doc="Do not train tokens that older weights made in a continued sample."
     )
+    max_failed_sample_share: float = flag(
+        0.1,
+        at_least=0,
+        at_most=1,
+        doc="Share of a rollout's samples that user functions or requests may fail before the run stops; one always "
+        "may. A failed sample is kept without loss.",
+    )
     custom_generate_function_path: str | None = flag(
         None,
         metavar="PATH",

@@ -1,4 +1,4 @@
-"""Two embedded engines behind the real router, started once for all tests of this folder."""
+"""An embedded engine behind the real router, started once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def router_url(model_path: Path) -> Iterator[str]:
     """The router's URL."""
-    with engine_process(model_path) as one, engine_process(model_path) as two, router_process([one, two]) as router:
+    with engine_process(model_path) as engine, router_process([engine]) as router:
         yield router

@@ -1,4 +1,4 @@
-"""Whole rollouts through the real router on real engines; log-probs against transformers."""
+"""Whole rollouts through the real router on a real engine; log-probs against transformers."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_surplus_is_aborted_and_resumed_with_exact_log_probs(model_path, router_
             for s in g
             if s.status is Status.ABORTED and s.response_length
         }
-        assert cut, "no sample was cut in the middle; the engines were faster than the abort"
+        assert cut, "no sample was cut in the middle; the engine was faster than the abort"
         resumed: list[Sample] = []
         while source.returned:
             output = context.generate(generate_rollout, 4, source)

@@ -252,3 +252,11 @@ def test_columns_round_trip() -> None:
 
 def test_unused_ids() -> None:
     assert fill_missing_ids([None, 4, None, 0]) == [5, 4, 6, 0]
+
+
+def test_a_failed_sample_moves_no_baseline() -> None:
+    group = [sample(0, 0, 1.0), sample(1, 0, 0.0), sample(2, 0, 0.0, remove_sample=True)]
+    group[2].status = Status.FAILED
+    batch = build_rollout_batch(batch_args(), 0, [group])
+    assert batch.rewards == [0.5, -0.5, 0.0]
+    assert batch.loss_masks[2].sum() == 0
