@@ -6,7 +6,6 @@
 import sys
 
 from slime.cli import parse_args
-
 from slime.cluster.entry import main
 from slime.cluster.launch import launch
 from slime.config import Config

@@ -6,7 +6,6 @@ Weights never change inside a rollout: before a sync the rollout in progress is 
 import sys
 
 from slime.cli import parse_args
-
 from slime.cluster.entry import main
 from slime.cluster.launch import launch
 from slime.config import Config

@@ -42,7 +42,7 @@ MODEL_ARGS=(
 CKPT_ARGS=(
     --load "$OUTPUT/checkpoints"
     --save "$OUTPUT/checkpoints"
-    --save-interval 10
+    --save-interval 25
     --keep-checkpoints 1
     --save-hf "$OUTPUT/hf"
 )
@@ -53,7 +53,7 @@ ROLLOUT_ARGS=(
     --apply-chat-template
     --rollout-shuffle
     --custom-rm-path examples/quickstart/reward.py
-    --num-rollout 20
+    --num-rollout 50
     --rollout-batch-size 8
     --n-samples-per-prompt 8
     --global-batch-size 64

@@ -32,7 +32,7 @@ from slime.observability.tracking import init_tracking
 logger = logging.getLogger(__name__)
 
 _ORDERLY_SECONDS = 10.0
-_HURRIED_SECONDS = 1.0
+_HURRIED_SECONDS = 0.3
 
 
 class Terminated(BaseException):
@@ -55,9 +55,9 @@ def launch(config: Config) -> Iterator[Run]:
     run_dir = Path(config.logging.output_dir or "outputs")
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(_signals())
         guardian = stack.enter_context(guarded_processes())
         stack.enter_context(ray_session(config.cluster.device, _layout(config).num_slots, guardian.scratch_dir))
+        stack.enter_context(_signals())  # after Ray, which takes SIGTERM for itself when it starts
         run = _bring_up(config, run_dir, stack)
         try:
             yield run

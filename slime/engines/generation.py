@@ -111,11 +111,15 @@ def _sampling_value(key: str, value: Any) -> Any:
         return tuple(list_of([value] if isinstance(value, int) else value, int, where))
     if key == "custom_params":
         return checked(value, dict, where)
-    kind: type[Any] = int if key == "sampling_seed" else type(getattr(_DEFAULTS, key))
-    return checked(value, kind, where)
+    return checked(value, _SAMPLING_TYPES[key], where)
 
 
-_DEFAULTS = SamplingParams()
+_SAMPLING_TYPES: dict[str, type[Any]] = {
+    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"), int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), float),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"), bool),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

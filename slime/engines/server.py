@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 30
 _PARENT_POLL_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 2.0
+_SWITCH_SECONDS = 0.0005
 _PR_SET_PDEATHSIG = 1
 _MALLOPT = {"M_ARENA_MAX": (-8, 1), "M_MMAP_THRESHOLD": (-3, 32 << 20), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
 _SHARED_PROMPT_TOKENS = 256
@@ -56,7 +58,7 @@ def build_app(flags: ServerFlags) -> tuple[web.Application, Engine]:
     model.weights.load(flags.model_path)
     context_length = flags.context_length or shape.max_positions
     max_total_tokens = flags.max_total_tokens or _default_tokens(
-        shape, dtype, context_length, flags.mem_fraction_static
+        shape, dtype, device, context_length, flags.mem_fraction_static
     )
     scheduler = Scheduler(
         model,
@@ -69,20 +71,11 @@ def build_app(flags: ServerFlags) -> tuple[web.Application, Engine]:
     engine = Engine(model, scheduler, weight_version=flags.weight_version, num_threads=flags.num_threads)
     tokenizer_path = None if flags.skip_tokenizer_init else (flags.tokenizer_path or flags.model_path)
     text = Text(tokenizer_path, trust_remote_code=flags.trust_remote_code)
-    info: dict[str, Any] = flags.as_dict() | {
-        "version": "slime-embedded",
-        "engine": "embedded",
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
+    info = _server_info(flags, model) | {
         "tokenizer_path": tokenizer_path,
-        "served_model_name": flags.served_model_name or flags.model_path,
-        "model_type": shape.model_type,
-        "architectures": [shape.architecture],
-        "load_format": "auto",
         "context_length": context_length,
         "max_total_num_tokens": max_total_tokens,
         "startup_time": time.monotonic() - started,
-        **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
     }
     eos_ids = (*shape.eos_token_ids, *text.eos_ids())
     serving = Serving(
@@ -105,14 +98,38 @@ def build_app(flags: ServerFlags) -> tuple[web.Application, Engine]:
     return app, engine
 
 
-def _default_tokens(shape: ModelShape, dtype: torch.dtype, context_length: int, fraction: float | None) -> int:
+def _server_info(flags: ServerFlags, model: Decoder) -> dict[str, Any]:
+    """What ``/server_info`` says about flags and model."""
+    return flags.as_dict() | {
+        "version": "slime-embedded",
+        "engine": "embedded",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "served_model_name": flags.served_model_name or flags.model_path,
+        "model_type": model.shape.model_type,
+        "architectures": [model.shape.architecture],
+        "load_format": "auto",
+        **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
+    }
+
+
+def _default_tokens(
+    shape: ModelShape, dtype: torch.dtype, device: torch.device, context_length: int, fraction: float | None
+) -> int:
     """Tokens of key-value memory that fit into a share of the free memory; at least one full context."""
     per_token = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _available_bytes()
     return max(int(free * (fraction or 0.25)) // per_token, 2 * context_length)
+
+
+def _available_bytes() -> int:
+    """Memory that programs can still take; the page cache counts as free where the system tells."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(sys.argv[1:] if argv is None else argv)
         logging.basicConfig(level=flags.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         _tune_malloc()
+        # The model thread takes the interpreter lock back after every operation; with the default of 5 ms a health
+        # check or an abort, which needs the lock a dozen times, would wait for a tenth of a second.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         app, _ = build_app(flags)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

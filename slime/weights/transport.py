@@ -244,19 +244,20 @@ def _shared(piece: Bucket) -> Generator[tuple[str, Bucket]]:
         offsets.append(end)
         end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     strategy = multiprocessing.get_sharing_strategy()
+    views: list[tuple[str, Tensor]] = []
     # By file name: the default passes file descriptors, which works only between relatives of one process.
     multiprocessing.set_sharing_strategy("file_system")
     try:
         flat = cast(Any, torch.empty(max(end, 1), dtype=torch.uint8)).share_memory_()
-        views: list[tuple[str, Tensor]] = []
         for (name, tensor), offset in zip(piece, offsets, strict=True):
-            view: Tensor = flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            view.copy_(tensor.detach())
-            views.append((name, view))
+            views.append((name, flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)))
+            views[-1][1].copy_(tensor.detach())
+        del flat
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump(views)
         yield base64.b64encode(buffer.getvalue()).decode(), views
     finally:
+        views.clear()  # free it now, also when an exception keeps the frames that know this list
         multiprocessing.set_sharing_strategy(strategy)
 
 

@@ -22,8 +22,8 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -107,7 +107,7 @@ def load_weights(trainable: Trainable, config: Config, parallel: ParallelState, 
         load_hf(trainable.chunks, config, point.path)
     else:
         state = trainable.model_state(_content_metadata(parallel))
-        trainable.load_model_state(_load(state, point.path, parallel))
+        trainable.load_model_state(_load(state, point.path))
     if trainable.optimizer is not None:
         trainable.optimizer.reload_model_params()
 
@@ -131,13 +131,11 @@ def resume(trainable: Trainable, config: Config, parallel: ParallelState, point:
     metadata = _content_metadata(parallel)
     state = trainable.model_state(metadata)
     if with_optimizer:
-        # A fresh torch optimizer has no state to describe yet; megatron asserts that there is one.
-        for part in trainable.optimizer_parts:
-            part._init_optimizer_states_with_dummy_values()
+        _create_optimizer_states(trainable)
         state["optimizer"] = trainable.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
     if with_rng:
         state["rng_state"] = _rng_object(None, parallel)
-    loaded = _load(state, point.path, parallel)
+    loaded = _load(state, point.path)
     trainable.load_model_state(loaded)
     if with_optimizer:
         with torch.no_grad():
@@ -156,6 +154,7 @@ def _full_state(
     with_rng = not config.megatron.get("no_save_rng", False)
     state = trainable.model_state(metadata)
     if with_optimizer:
+        _create_optimizer_states(trainable)
         state["optimizer"] = trainable.optimizer.sharded_state_dict(state, metadata=metadata)
         state["opt_param_scheduler"] = trainable.scheduler.state_dict()
     if with_rng:
@@ -168,6 +167,25 @@ def _full_state(
         "has_rng": with_rng,
     }
     return state
+
+
+def _create_optimizer_states(trainable: Trainable) -> None:
+    """Give an optimizer that never stepped the state of one that is about to.
+
+    megatron describes the state by what is there and asserts that something is. Its own way to make it,
+    a step with zero gradients, would decay the weights and count as a step.
+    """
+    for part in trainable.optimizer_parts:
+        if part.optimizer is None or part.optimizer.state:
+            continue
+        rates = [group["lr"] for group in part.optimizer.param_groups]
+        for group in part.optimizer.param_groups:
+            group["lr"] = 0.0
+        part._init_optimizer_states_with_dummy_values()
+        for group, rate in zip(part.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in part.optimizer.state.values():
+            state["step"].zero_()
 
 
 def _content_metadata(parallel: ParallelState) -> dict[str, Any]:
@@ -192,10 +210,11 @@ def _layout(parallel: ParallelState) -> dict[str, int]:
     }
 
 
-def _load(state: dict[str, Any], path: Path, parallel: ParallelState) -> dict[str, Any]:
-    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), parallel.dp_cp_group)
+def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    # Every rank reads what it needs. FullyParallelLoadStrategyWrapper, which reads once and exchanges, left
+    # norms and fc1 of some ranks with their old values over gloo (megatron-core 0.19.2).
     with _checkpoint_faults(f"loading {path}"):
-        return dist_checkpointing.load(state, str(path), strategy)
+        return dist_checkpointing.load(state, str(path), TorchDistLoadShardedStrategy())
 
 
 def _load_common(path: Path) -> dict[str, Any]:
@@ -256,6 +275,8 @@ def _queue_in_process() -> Any:
     """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()
+    # It also warns that its asynchronous save is deprecated, which a save in the foreground does not use.
+    torch_strategy._logged_mcore_async_deprecation = True
     try:
         yield
     finally:

@@ -63,7 +63,8 @@ class MegatronWorker:
         self.weight_version = 0
         self._place = {"rank": rank, "world_size": world_size, "master_addr": master_addr, "master_port": master_port}
         self._timer = Timer()
-        self._engine_urls: list[str] = []
+        self._has_engines = False
+        self._transport: TensorTransport | None = None
         self._closed = False
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -139,8 +140,15 @@ class MegatronWorker:
             save_hf(self.chunks, self.config, path)
 
     def connect_engines(self, urls: list[str]) -> None:
-        """Name the engines that get the weights from now on. Not collective."""
-        self._engine_urls = list(urls)
+        """Name the engines that get the weights from now on; none ends the hand-over."""
+        self._has_engines = bool(urls)
+        self._transport = None
+        if urls and self.parallel.rank == 0:
+            self._transport = TensorTransport(
+                urls,
+                timeout_seconds=self.config.weights.weight_sync_timeout_seconds,
+                bucket_bytes=self.config.weights.update_weight_buffer_size,
+            )
 
     def update_weights(self) -> dict[str, float]:
         """Bring every connected engine to this model's weights, checked by checksum.
@@ -152,22 +160,16 @@ class MegatronWorker:
             WeightSyncError: An engine holds something else afterwards.
         """
         version = self.weight_version + 1
-        buckets = iter_hf_buckets(self.chunks, self.config, self.config.weights.update_weight_buffer_size)
         metrics: dict[str, float] = {}
-        if self.parallel.rank == 0 and self._engine_urls:
-            transport = TensorTransport(
-                self._engine_urls,
-                timeout_seconds=self.config.weights.weight_sync_timeout_seconds,
-                bucket_bytes=self.config.weights.update_weight_buffer_size,
-            )
-            report = transport.update(buckets, str(version))
-            metrics = {
-                "perf/update_weights_time": report.seconds,
-                "perf/update_weights_bytes": float(report.bytes),
-            }
-        elif self._engine_urls:
-            for _ in buckets:  # the other ranks only contribute their shards
-                pass
+        if self._has_engines:
+            buckets = iter_hf_buckets(self.chunks, self.config, self.config.weights.update_weight_buffer_size)
+            if self._transport is None:
+                for _ in buckets:  # this rank only contributes its shards
+                    pass
+            else:
+                report = self._transport.update(buckets, str(version))
+                metrics["perf/update_weights_time"] = report.seconds
+                metrics["perf/update_weights_wire_bytes"] = float(report.bytes)
         self.weight_version = version
         self._rotate_old_actor()
         return metrics

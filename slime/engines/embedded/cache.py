@@ -138,10 +138,14 @@ class SlabPool:
         row.slab.rows[row.index] = row
 
     def free_unused(self) -> int:
-        """Free slabs without live rows; return the tokens given back."""
-        freed = 0
-        for width in [w for w, slab in self.slabs.items() if not slab.rows]:
-            freed += self.slabs.pop(width).tokens
+        """Free all memory beyond the live rows; return the tokens given back."""
+        before = sum(slab.tokens for slab in self.slabs.values())
+        self.slabs = {width: slab for width, slab in self.slabs.items() if slab.rows}
+        for slab in self.slabs.values():
+            live = len(slab.rows)
+            if live < slab.k.shape[1]:
+                slab.k, slab.v = slab.k[:, :live].clone(), slab.v[:, :live].clone()
+        freed = before - sum(slab.tokens for slab in self.slabs.values())
         self._budget.give_back(freed)
         return freed
 

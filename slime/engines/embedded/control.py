@@ -131,9 +131,14 @@ class Control:
         message = parse_message(api.UpdateFromTensorMessage, await read_json(request))
 
         def update() -> str:
+            self._engine.require_update()
             tensors = read_shared_tensors(message.serialized_named_tensors)
-            self._write(tensors, message)
-            return f"{len(tensors)} tensors updated"
+            count = len(tensors)
+            try:
+                self._write(tensors, message)
+            finally:
+                tensors.clear()  # give the sender's memory back, also when an exception keeps this frame
+            return f"{count} tensors updated"
 
         return await self._update(update)
 

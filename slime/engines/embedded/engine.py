@@ -101,6 +101,9 @@ class Engine:
         def run() -> None:
             try:
                 future.set_result(function())
+            except RequestError as error:
+                # Its frames hold tensors, in shared memory of a sender who waits to see them gone.
+                future.set_exception(error.with_traceback(None))
             except Exception as error:  # noqa: BLE001 - process boundary: the caller's thread gets whatever happened
                 future.set_exception(error)
 
@@ -192,14 +195,18 @@ class Engine:
         Raises:
             RequestError: No update is open, a tensor does not fit, or running requests forbid the flush.
         """
-        if not self.is_updating:
-            raise RequestError("weights must be sent between begin_weight_update and end_weight_update")
-        if self.released & {"weights"}:
-            raise RequestError("the weights' memory is released; send resume_memory_occupation with tag weights first")
+        self.require_update()
         self.prepare_update(flush, abort_all)
         self.model.weights.write(tensors)
         if version is not None:
             self.scheduler.weight_version = version
+
+    def require_update(self) -> None:
+        """Raise RequestError unless weights can be written now."""
+        if not self.is_updating:
+            raise RequestError("weights must be sent between begin_weight_update and end_weight_update")
+        if "weights" in self.released:
+            raise RequestError("the weights' memory is released; send resume_memory_occupation with tag weights first")
 
     def prepare_update(self, flush: bool, abort_all: bool) -> None:
         """Abort if asked to, and make kept prompts unfindable."""

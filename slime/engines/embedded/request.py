@@ -129,6 +129,11 @@ class Request:
         self._extend_span(version)
         self.finish = self._finish_reason(token)
 
+    def note_cached(self, tokens: int) -> None:
+        """Remember how much of the prompt was found in the cache; what a retraction computes again does not count."""
+        if not self.num_retractions and not self.output_ids:
+            self.cached_tokens = tokens
+
     def abort(self, message: str) -> None:
         """End with what there is."""
         self.finish = AbortReason(type="abort", message=message, status_code=None, err_type=None)

@@ -115,6 +115,7 @@ class Scheduler:
             if request.finish is not None:
                 self._drop_row(request, keep=True)
 
+    @torch.inference_mode()
     def abort(self, matches: Callable[[Request], bool], message: str) -> int:
         """End matching requests with what they have; return how many."""
         found = [r for r in self._all() if matches(r)]
@@ -124,12 +125,14 @@ class Scheduler:
             self._leave(request)
         return len(found)
 
+    @torch.inference_mode()
     def fail(self, error: Exception) -> None:
         """End every request with ``error``."""
         for request in self._all():
             self._detach(request)
             self._leave(request, error)
 
+    @torch.inference_mode()
     def retract(self) -> None:
         """Put everything back into the queue and free its key-value memory; outputs are kept."""
         requests = sorted((r for r in self._all() if r not in self.waiting), key=lambda r: r.created)
@@ -170,19 +173,15 @@ class Scheduler:
 
     def _with_room(self, action: Callable[[], None], tokens: int) -> bool:
         """Run ``action``; if memory is short, evict kept prompts and try again. False if it still does not fit."""
-        try:
-            action()
-            return True
-        except KvFullError:
-            freed = self._pool.free_unused()
-            freed += self._cache.evict(max(4 * tokens, 1024))
-            if not freed:
-                return False
-        try:
-            action()
-            return True
-        except KvFullError:
-            return False
+        for is_last in (False, True):
+            try:
+                action()
+                return True
+            except KvFullError:
+                freed = self._pool.free_unused() + self._cache.evict(max(4 * tokens, 1024))
+                if is_last or not freed:
+                    return False
+        return False
 
     def _attach(self, request: Request) -> None:
         """Join the computation of the request's prompt, find it in the cache, or start it."""
@@ -197,7 +196,7 @@ class Scheduler:
         if job is not None:
             job.entry.users += 1
             job.requests.append(request)
-            self._note_cached(request, len(sequence) - 1)
+            request.note_cached(len(sequence) - 1)
             return
         matched, found = self._cache.find(sequence)
         if score_from is not None:
@@ -206,7 +205,7 @@ class Scheduler:
             found.users += 1
             self._ready.append((request, found))
             # The contract counts the last prompt token as computed, as an engine without kept logits does.
-            self._note_cached(request, matched - 1)
+            request.note_cached(matched - 1)
             return
         matched = min(matched, len(sequence) - 1)
         if found is not None:
@@ -220,13 +219,8 @@ class Scheduler:
             if found is not None:
                 self._cache.release(found)
         entry.filled = matched
-        self._note_cached(request, matched)
+        request.note_cached(matched)
         self._jobs[key] = PromptJob(entry, [request], score_from)
-
-    @staticmethod
-    def _note_cached(request: Request, tokens: int) -> None:
-        if not request.num_retractions and not request.output_ids:
-            request.cached_tokens = tokens
 
     def _make_room(self) -> None:
         """See that every live row has a place for its next token; put the newest back if memory is short."""

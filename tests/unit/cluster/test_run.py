@@ -1,0 +1,246 @@
+"""The order of things inside a step, seen on stand-ins that record who was asked for what."""
+
+from pathlib import Path
+
+import pytest
+
+from slime.cluster.rollout import RolloutReport
+from slime.cluster.run import Run
+from slime.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    EvalConfig,
+    WeightsConfig,
+)
+from slime.errors import WeightSyncError
+from slime.observability.report import Reporter
+from slime.observability.tracking import TrackingOptions, init_tracking, read_metrics
+
+
+class Devices:
+    """Who holds the device memory; both at once is what must never happen."""
+
+    def __init__(self):
+        self.log = []
+        self.trainer = True
+        self.kv = False
+
+    def note(self, event):
+        assert not (self.trainer and self.kv), f"both sides hold the devices before {event}; {self.log}"
+        self.log.append(event)
+
+
+class Engines:
+    urls = ("http://a", "http://b")
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.versions = ["default", "default"]
+
+    def release_memory(self, tags=None):
+        self.devices.kv = False
+        self.devices.note("engines release")
+
+    def resume_memory(self, tags=None):
+        if "kv_cache" in tags:
+            self.devices.kv = True
+        self.devices.note(f"engines resume {'+'.join(tags)}")
+
+    def weight_versions(self):
+        return self.versions
+
+    def check(self):
+        pass
+
+
+class Trainer:
+    def __init__(self, devices, engines):
+        self.devices, self.engines = devices, engines
+        self.version = 0
+
+    def wake_up(self):
+        self.devices.trainer = True
+        self.devices.note("trainer wakes")
+
+    def sleep(self):
+        self.devices.trainer = False
+        self.devices.note("trainer sleeps")
+
+    def connect_engines(self, urls):
+        self.devices.note("connect")
+
+    def update_weights(self, check):
+        assert self.devices.trainer
+        self.version += 1
+        self.engines.versions = [str(self.version)] * 2
+        self.devices.note("update")
+        return {"perf/update_weights_bytes": 8.0}
+
+    def weight_version(self):
+        return self.version
+
+    def train(self, batch):
+        assert self.devices.trainer
+        self.devices.note(f"train {batch}")
+        return {"train/loss": 0.1}
+
+    def step_metrics(self):
+        return []
+
+    def save(self, step):
+        assert self.devices.trainer
+        self.devices.note(f"save {step}")
+
+    def save_hf(self, path):
+        self.devices.note(f"export {Path(path).name}")
+
+    def wait_idle(self, timeout_seconds):
+        self.devices.note("wait idle")
+
+
+class Rollouts:
+    def __init__(self, devices, must_be_awake):
+        self.devices, self.must_be_awake = devices, must_be_awake
+
+    def submit(self, step):
+        assert self.devices.kv or not self.must_be_awake
+        self.devices.note(f"generate {step}")
+        return f"batch {step}", step
+
+    def report(self, reference, step):
+        return RolloutReport(rollout_id=step, num_samples=2, metrics={"rollout/raw_reward": 0.5}, plugin_rows=[])
+
+    def evaluate(self, step):
+        assert self.devices.kv or not self.must_be_awake
+        self.devices.note(f"evaluate {step}")
+        return {"eval/held": 0.5}, []
+
+    def save(self, step):
+        self.devices.note(f"save data {step}")
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    reporters = []
+
+    def make(*, colocate=False, num_rollout=2, first_step=0, **sections):
+        cluster = ClusterConfig(device="cpu", colocate=colocate, offload_train=colocate, offload_rollout=colocate)
+        config = Config(cluster=cluster, **sections)
+        devices = Devices()
+        engines = Engines(devices)
+        reporter = Reporter(init_tracking(TrackingOptions(run_dir=tmp_path)), num_rollout=num_rollout, progress=False)
+        reporters.append(reporter)
+        run = Run(
+            config,
+            run_dir=tmp_path,
+            reporter=reporter,
+            rollout=Rollouts(devices, colocate),
+            engines=engines,
+            trainer=Trainer(devices, engines),
+            first_step=first_step,
+            num_rollout=num_rollout,
+            num_rollout_per_epoch=None,
+        )
+        return run, devices
+
+    yield make
+    for reporter in reporters:
+        reporter.close()
+
+
+def loop(run):
+    run.sync_weights()
+    run.evaluate_before_training()
+    for step in run.steps():
+        with run.generating():
+            rollout = run.rollout.generate(step)
+        with run.training():
+            run.trainer.train(step, rollout)
+        if run.save_due(step):
+            run.save(step)
+        run.sync_weights()
+        if run.eval_due(step):
+            run.evaluate(step)
+
+
+def test_colocated_sides_take_turns(make_run, tmp_path):
+    save = CheckpointConfig(save=str(tmp_path / "ckpt"), save_interval=1, save_hf=str(tmp_path / "hf-{rollout_id}"))
+    run, devices = make_run(colocate=True, num_rollout=1, checkpoint=save)
+    loop(run)
+    first = ["engines resume weights", "connect", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
+    step = ["generate 0", "engines release", "trainer wakes", "train batch 0", "save data 0", "save 0", "export hf-0"]
+    again = ["engines resume weights", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
+    assert devices.log == first + step + again
+
+
+def test_split_never_moves_memory(make_run):
+    run, devices = make_run(num_rollout=2)
+    loop(run)
+    assert devices.log == [
+        "connect",
+        "update",
+        "generate 0",
+        "train batch 0",
+        "update",
+        "generate 1",
+        "train batch 1",
+        "update",
+    ]
+
+
+def test_evaluation_before_training_and_when_due(make_run):
+    evaluation = EvalConfig(eval_interval=2, eval_prompt_data=("held", "x"))
+    run, devices = make_run(num_rollout=3, eval=evaluation)
+    loop(run)
+    assert [e for e in devices.log if e.startswith("evaluate")] == ["evaluate 0", "evaluate 1"]
+    resumed, devices = make_run(num_rollout=3, first_step=1, eval=evaluation)
+    loop(resumed)
+    assert [e for e in devices.log if e.startswith(("evaluate", "train b"))] == [
+        "train batch 1",
+        "evaluate 1",
+        "train batch 2",
+    ]
+    only, devices = make_run(num_rollout=0, eval=EvalConfig(eval_interval=1, skip_eval_before_train=True))
+    loop(only)
+    assert [e for e in devices.log if e.startswith("evaluate")] == ["evaluate 0"]
+
+
+def test_only_the_last_step_is_saved_without_an_interval(make_run, tmp_path):
+    run, _ = make_run(num_rollout=3, checkpoint=CheckpointConfig(save=str(tmp_path / "ckpt")))
+    assert [run.save_due(step) for step in range(3)] == [False, False, True]
+
+
+def test_updates_follow_the_interval_and_the_last_step(make_run):
+    run, _ = make_run(num_rollout=5, weights=WeightsConfig(update_weights_interval=2))
+    assert [run.sync_due(step) for step in range(5)] == [False, True, False, True, True]
+
+
+def test_an_engine_on_another_version_stops_the_run(make_run):
+    run, _ = make_run()
+    run._engines.weight_versions = lambda: ["1", "0"]
+    with pytest.raises(WeightSyncError, match="http://b has 0"):
+        run.sync_weights()
+
+
+def test_a_run_that_is_told_to_end_saves_what_it_trained_once(make_run, tmp_path):
+    run, devices = make_run(checkpoint=CheckpointConfig(save=str(tmp_path / "ckpt")))
+    run.save_before_exit(1)
+    assert not any(e.startswith("save") for e in devices.log)
+    steps = run.steps()
+    run.trainer.train(next(steps), run.rollout.generate(0))
+    run.trainer.in_progress = 1  # interrupted while step 1 trained; it is complete once the ranks are idle
+    run.save_before_exit(1)
+    run.trainer.in_progress = None
+    run.trainer.last_trained = 1
+    run.save_before_exit(1)
+    assert [e for e in devices.log if e.startswith("save ")] == ["save data 1", "save 1"]
+
+
+def test_step_records_have_times_and_throughput(make_run, tmp_path):
+    run, _ = make_run(num_rollout=1)
+    loop(run)
+    row = next(r for r in read_metrics(tmp_path / "metrics.jsonl") if "rollout/step" in r)
+    assert row["perf/step_time"] >= row["perf/train_time"] >= 0
+    assert row["perf/samples_per_sec"] == pytest.approx(2 / row["perf/step_time"])
+    assert 0 <= row["perf/wait_time_ratio"] <= 1

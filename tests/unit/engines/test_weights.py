@@ -1,0 +1,163 @@
+"""Weights under their names: loading, replacing, freeing, summing up, and reading them from another process."""
+
+import base64
+import io
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.engines.api import RequestError
+from slime.engines.embedded.model import Decoder
+from slime.engines.embedded.payload import read_shared_tensors
+from slime.engines.embedded.shape import read_shape
+from slime.errors import ConfigError
+from slime.weights.checksum import tensor_checksum
+from tests.support.tiny_models import make_tiny_model, tiny_weights
+
+# Large enough for packed layouts, and with biases, norms and rows that are no multiples of anything.
+BIG = {"hidden_size": 288, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 300}
+
+
+def build(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(read_shape(path), dtype=dtype, device=torch.device("cpu"))
+    model.weights.load(path)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_reads_back_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, family, **BIG)  # type: ignore[arg-type]
+    model = build(path, dtype)
+    stored = load_file(path / "model.safetensors")
+    assert set(model.weights.slots) == set(stored)
+    for name, tensor in stored.items():
+        assert torch.equal(model.weights.read(name), tensor.to(dtype)), name
+    expected = {name: tensor_checksum(tensor.to(dtype)) for name, tensor in stored.items()}
+    assert model.weights.checksums() == expected
+    assert any(not slot.home.is_plain for slot in model.weights.slots.values())
+
+
+def test_partial_updates_touch_only_their_rows(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "qwen2", **BIG)
+    model = build(path)
+    before = model.weights.checksums()
+    names = ["model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    news = [(name, torch.randn_like(model.weights.read(name))) for name in names]
+    model.weights.write(news)
+    after = model.weights.checksums()
+    assert {name for name in before if before[name] != after[name]} == set(names)
+    assert all(after[name] == tensor_checksum(tensor) for name, tensor in news)
+
+
+def test_a_bucket_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    model = build(make_tiny_model(tmp_path))
+    before = model.weights.checksums()
+    good = ("model.norm.weight", torch.zeros(64))
+    for bad, found in (
+        (("model.layers.9.mlp.up_proj.weight", torch.zeros(2)), "no tensor 'model.layers.9"),
+        (
+            ("lm_head.weight", torch.zeros(5, 64)),
+            r"lm_head.weight comes with shape \[5, 64\]; the model has \[264, 64\]",
+        ),
+        (("lm_head.weight", torch.zeros(264, 64, dtype=torch.int64)), "int64"),
+    ):
+        with pytest.raises(RequestError, match=found):
+            model.weights.write([good, bad])
+    assert model.weights.checksums() == before
+
+
+def test_a_tied_head_follows_the_embedding(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, tie_word_embeddings=True, **BIG)
+    model = build(path)
+    assert "lm_head.weight" not in model.weights.slots
+    new = torch.randn(264, 288)
+    model.weights.write([("model.embed_tokens.weight", new)])
+    assert torch.equal(model._head.dense(), new)
+    model.weights.write([("lm_head.weight", -new)])
+    assert torch.equal(model.weights.read("model.embed_tokens.weight"), -new)
+    assert torch.equal(model._head.dense(), -new)
+
+
+def test_release_frees_and_an_update_fills_again(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "qwen3")
+    model = build(path)
+    before = model.weights.checksums()
+    model.weights.release()
+    assert len(model.weights.missing) == len(before)
+    with pytest.raises(RequestError, match="holds no values"):
+        model.weights.read("model.norm.weight")
+    model.weights.write(list(load_file(path / "model.safetensors").items()))
+    assert not model.weights.missing
+    assert model.weights.checksums() == before
+
+
+def test_sharded_and_incomplete_directories(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path)
+    expected = build(path).weights.checksums()
+    weights = load_file(path / "model.safetensors")
+    names = sorted(weights)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        build(path)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, members in parts.items():
+        save_file({name: weights[name] for name in members}, path / file)
+    index = {"weight_map": {name: file for file, members in parts.items() for name in members}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert build(path).weights.checksums() == expected
+    save_file({name: weights[name] for name in names[5:-1]}, path / "b.safetensors")
+    with pytest.raises(ConfigError, match=f"lacks 1 tensors, such as {names[-1]}"):
+        build(path)
+    (path / "b.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"misses .*b\.safetensors"):
+        build(path)
+
+
+def test_same_seed_makes_the_same_model(tmp_path: Path) -> None:
+    config = json.loads((make_tiny_model(tmp_path) / "config.json").read_text())
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tiny_weights(config, 0).items())
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (_Evil(), "system"),
+        ([("a", torch.zeros(2))], "by file name"),
+        ({"a": 1}, "holds a dict"),
+        ([("a", 1)], "pairs"),
+    ],
+)
+def test_payloads_that_are_no_shared_tensors_are_refused(value: object, found: str) -> None:
+    payload = base64.b64encode(pickle.dumps(value)).decode()
+    with pytest.raises(RequestError, match=found):
+        read_shared_tensors([payload])
+
+
+def test_broken_payloads_are_refused() -> None:
+    for payloads in ([], ["a", "b"], ["!!"], [base64.b64encode(b"junk").decode()]):
+        with pytest.raises(RequestError, match="serialized_named_tensors"):
+            read_shared_tensors(payloads)
+
+
+def test_shared_tensors_are_read_in_place() -> None:
+    from slime.weights.transport import _shared
+
+    tensors = [("a", torch.randn(3, 5)), ("b", torch.randn(7).bfloat16()), ("c", torch.zeros(0))]
+    with _shared(tensors) as (payload, _):
+        read = read_shared_tensors([payload])
+        assert [name for name, _ in read] == ["a", "b", "c"]
+        assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(read, tensors, strict=True))
+        assert pickle.Unpickler(io.BytesIO(base64.b64decode(payload))).load()[0][1].is_shared()
