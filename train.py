@@ -3,16 +3,21 @@
 ``python train.py --help`` lists the flags; ``train_async.py`` generates ahead of training instead.
 """
 
-import sys
+from __future__ import annotations
 
-from slime.cli import parse_args
-from slime.cluster.entry import main
-from slime.cluster.launch import launch
-from slime.config import Config
+import sys
+from typing import TYPE_CHECKING
+
+from slime.cluster.entry import exit_code
+
+if TYPE_CHECKING:
+    from slime.config import Config
 
 
 def train(config: Config) -> None:
     """Run the synchronous loop from where the loaded checkpoint stopped."""
+    from slime.cluster.launch import launch
+
     with launch(config) as run:  # ends everything it started, in reverse order
         run.sync_weights()
         run.evaluate_before_training()
@@ -28,5 +33,12 @@ def train(config: Config) -> None:
                 run.evaluate(step)
 
 
+def main() -> None:
+    """Train what the command line asks for."""
+    from slime.cli import parse_args
+
+    train(parse_args())
+
+
 if __name__ == "__main__":
-    sys.exit(main(train, parse_args))
+    sys.exit(exit_code(main))

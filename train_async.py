@@ -3,17 +3,22 @@
 Weights never change inside a rollout: before a sync the rollout in progress is finished.
 """
 
-import sys
+from __future__ import annotations
 
-from slime.cli import parse_args
-from slime.cluster.entry import main
-from slime.cluster.launch import launch
-from slime.config import Config
+import sys
+from typing import TYPE_CHECKING
+
+from slime.cluster.entry import exit_code
 from slime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime.config import Config
 
 
 def train(config: Config) -> None:
     """Run the asynchronous loop from where the loaded checkpoint stopped."""
+    from slime.cluster.launch import launch
+
     if config.cluster.colocate:
         raise ConfigError("train_async.py generates while it trains, so --colocate is not possible; use train.py")
     with launch(config) as run:  # ends everything it started, in reverse order
@@ -31,5 +36,12 @@ def train(config: Config) -> None:
                     run.evaluate(step)
 
 
+def main() -> None:
+    """Train what the command line asks for."""
+    from slime.cli import parse_args
+
+    train(parse_args())
+
+
 if __name__ == "__main__":
-    sys.exit(main(train, parse_args))
+    sys.exit(exit_code(main))

@@ -72,7 +72,7 @@ def environment(threads: int) -> dict[str, str]:
 
 def run_product(args: argparse.Namespace, output: Path) -> SideResult:
     """Run ``args.steps`` steps through the quickstart script and read its ``metrics.jsonl``."""
-    command = [str(ROOT / "examples/quickstart/run.sh"), "--num-rollout", str(args.steps), "--skip-eval-before-train"]
+    command = [str(ROOT / "examples/quickstart/run.sh"), "--num-rollout", str(args.steps)]
     command += ["--eval-interval", str(args.steps), "--save-interval", str(args.steps)]
     names = {"OUTPUT": output, "MODEL": args.model, "DATA": args.data, "SEED": args.seed, "PYTHON": sys.executable}
     env = {**environment(args.threads), **{name: str(value) for name, value in names.items()}}

@@ -23,13 +23,15 @@ class Hook:
     Attributes:
         dest: Field that holds the path.
         expected: Signature shown to the user.
-        required: Arguments slime always passes, in order.
+        required: Arguments slime passes by position, in order; unused for the kinds with several call forms.
+        keywords: Arguments slime passes by name.
         kind: How a bare file is searched.
     """
 
     dest: str
     expected: str
-    required: tuple[str, ...]
+    required: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     kind: PluginKind = "other"
 
 
@@ -47,7 +49,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         dest="custom_generate_function_path",
         expected="async fn(args, sample, sampling_params) or async custom_generate(args, samples, evaluation=False)",
-        required=(),
         kind="generate",
     ),
     Hook(dest="dynamic_sampling_filter_path", expected="fn(args, samples)", required=("args", "samples")),
@@ -102,13 +103,29 @@ HOOKS: tuple[Hook, ...] = (
         expected="fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
         required=("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
     ),
-    Hook(dest="custom_tis_function_path", expected="fn(args, *, pg_loss, train_log_probs, ...)", required=()),
-    Hook(dest="rollout_data_postprocess_path", expected="fn(args, rollout_id, rollout_data)", required=()),
-    Hook(dest="rollout_sample_hook_path", expected="fn(args, sample, ...)", required=("args", "sample")),
-    Hook(dest="custom_rm_path", expected="async fn(args, sample)", required=(), kind="reward"),
-    Hook(dest="eval_custom_rm_path", expected="async fn(args, sample)", required=(), kind="reward"),
+    Hook(
+        dest="custom_tis_function_path",
+        expected="fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, "
+        "response_lengths, **kwargs)",
+        keywords=(
+            *("args", "pg_loss", "train_log_probs", "rollout_log_probs"),
+            *("loss_masks", "total_lengths", "response_lengths"),
+        ),
+    ),
+    Hook(
+        dest="rollout_data_postprocess_path",
+        expected="fn(args, rollout_id, rollout_data)",
+        required=("args", "rollout_id", "rollout_data"),
+    ),
+    Hook(
+        dest="rollout_sample_hook_path",
+        expected="fn(args, sample, rollout_id=None, evaluation=False)",
+        required=("args", "sample"),
+    ),
+    Hook(dest="custom_rm_path", expected="async fn(args, sample) or async fn(args, samples)", kind="reward"),
+    Hook(dest="eval_custom_rm_path", expected="async fn(args, sample) or async fn(args, samples)", kind="reward"),
 )
-"""Every plug-in flag. Hooks with several call forms have no ``required``; their own check is below."""
+"""Every plug-in flag. The kinds generate and reward have several call forms; their own check is below."""
 
 
 def check_plugins(config: Config) -> list[str]:
@@ -151,7 +168,7 @@ def _check(hook: Hook, flag: str, path: str) -> list[str]:
         elif hook.kind == "generate":
             _check_generate(target, where, hook.expected)
         else:
-            check_signature(target, flag=where, expected=hook.expected, required=hook.required)
+            check_signature(target, flag=where, expected=hook.expected, required=hook.required, keywords=hook.keywords)
     except PluginError as error:
         return [str(error)]
     return []

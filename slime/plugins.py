@@ -132,17 +132,19 @@ def _conventional(module: ModuleType, path: str, flag: str, kind: PluginKind) ->
     )
 
 
-def check_signature(target: Callable[..., Any], *, flag: str, expected: str, required: Sequence[str]) -> None:
-    """Check that ``target`` can take the ``required`` arguments.
+def check_signature(
+    target: Callable[..., Any], *, flag: str, expected: str, required: Sequence[str], keywords: Sequence[str] = ()
+) -> None:
+    """Check that ``target`` can be called with the arguments that slime passes.
 
-    A required name counts as present when a parameter has that name, or, for positional arguments,
-    when the target takes at least as many positional ones; ``*args`` and ``**kwargs`` take anything.
+    Positional ones may have any name in the target; ``*args`` and ``**kwargs`` take anything.
 
     Args:
         target: Function or class.
         flag: The flag it came from.
         expected: The whole signature, as shown to the user.
-        required: Arguments that slime passes, in order.
+        required: Arguments passed by position, in order; a target may also take all of them by name.
+        keywords: Arguments passed by name.
 
     Raises:
         PluginError: Not callable, or it cannot be called that way.
@@ -153,14 +155,14 @@ def check_signature(target: Callable[..., Any], *, flag: str, expected: str, req
         signature = inspect.signature(target)
     except (TypeError, ValueError):
         return  # builtins and C extensions have no readable signature
-    positional: dict[str, None] = {}
+    named = dict.fromkeys(keywords)
     try:
-        signature.bind(*[None] * len(required))
+        signature.bind(*[None] * len(required), **named)
         return
     except TypeError:
-        positional = dict.fromkeys(required)
+        named |= dict.fromkeys(required)
     try:
-        signature.bind(**positional)
+        signature.bind(**named)
     except TypeError as error:
         name = getattr(target, "__name__", repr(target))
         raise PluginError(f"{flag}: {name}{signature} does not fit; expected {expected} ({error})") from None

@@ -4,7 +4,7 @@ Used where work may hang, crash or hog the interpreter lock: graders, tokenising
 is a fresh interpreter (nothing of the parent's ``__main__`` is imported) joined by one socket; it
 exits by itself when the parent dies. It leaves out scheduling: the pool serves calls as they come.
 Tests hold: a call that outlives its time-out kills the child; a dead child is reported, not waited
-for; an orphan exits.
+for; one that died while it was idle costs no call; an orphan exits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,10 +30,15 @@ from slime.errors import SlimeError, WaitTimeoutError
 _START_TIMEOUT_SECONDS = 120.0
 _KILL_TIMEOUT_SECONDS = 10.0
 _ORPHAN_GRACE_SECONDS = 30.0
+_BEGUN = b"begun"
 
 
 class WorkerDiedError(SlimeError, RuntimeError):
     """The child process ended in the middle of a call."""
+
+
+class _NotBegunError(WorkerDiedError):
+    """The child process ended before it took up the call, so that another one can."""
 
 
 class WorkerCallError(SlimeError, RuntimeError):
@@ -75,6 +80,11 @@ class WorkerProcess:
         """Whether the child runs."""
         return self._process.poll() is None
 
+    @property
+    def has_served(self) -> bool:
+        """Whether the child has answered before."""
+        return bool(self._loaded)
+
     def load(self, path: str, factory_args: tuple[Any, ...] | None = None) -> None:
         """Import ``module:attribute`` in the child, once; not counted in the time of any call.
 
@@ -114,14 +124,16 @@ class WorkerProcess:
         self._process.wait(_KILL_TIMEOUT_SECONDS)
 
     def _request(self, message: tuple[Any, ...], timeout_seconds: float, what: str) -> Any:
-        answered = False
+        begun = answered = False
         try:
             self._connection.send(message)
-            answered = self._connection.poll(timeout_seconds)
+            begun = self._connection.poll(_START_TIMEOUT_SECONDS) and self._connection.recv_bytes() == _BEGUN
+            answered = begun and self._connection.poll(timeout_seconds)
             succeeded, value = self._connection.recv() if answered else (False, None)
         except (EOFError, OSError) as error:
             self.close()
-            raise WorkerDiedError(
+            kind = WorkerDiedError if begun else _NotBegunError
+            raise kind(
                 f"worker process {self._name} (pid {self.pid}) ended with code {self._process.returncode} "
                 f"while it ran {what}"
             ) from error
@@ -129,7 +141,7 @@ class WorkerProcess:
             self.close()
             raise WaitTimeoutError(
                 f"worker process {self._name} (pid {self.pid}) was killed: no answer from {what} "
-                f"within {timeout_seconds:g} s"
+                f"within {timeout_seconds if begun else _START_TIMEOUT_SECONDS:g} s"
             )
         if succeeded:
             return value
@@ -142,7 +154,7 @@ class WorkerPool:
     """Up to ``num_workers`` child processes, started when first needed and kept warm.
 
     Each call occupies one thread here, which waits, and one child, which works. A child that was
-    killed or died is replaced at the next call.
+    killed or died, also while it was idle, is replaced before the next call.
 
     Args:
         name: What it is for, in error messages.
@@ -157,6 +169,7 @@ class WorkerPool:
         self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()  # last in, first out keeps few children hot
         self._lock = threading.Lock()
         self._all: set[WorkerProcess] = set()
+        self._calls: set[Future[Any]] = set()
         self._closed = False
 
     def submit(
@@ -178,23 +191,41 @@ class WorkerPool:
         Returns:
             A future with the result, or the errors of ``WorkerProcess.call``.
         """
-        return self._threads.submit(self._run, path, arguments, timeout_seconds, factory_args)
+        future = self._threads.submit(self._run, path, arguments, timeout_seconds, factory_args)
+        with self._lock:
+            self._calls.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._calls.discard(future)
 
     def _run(
         self, path: str, arguments: tuple[Any, ...], timeout_seconds: float, factory_args: tuple[Any, ...] | None
     ) -> Any:
-        worker = self._take()
-        try:
-            worker.load(path, factory_args)
-            return worker.call(path, arguments, timeout_seconds=timeout_seconds)
-        finally:
-            self._give_back(worker)
+        while True:
+            worker = self._take()
+            is_fresh = not worker.has_served
+            try:
+                worker.load(path, factory_args)
+                return worker.call(path, arguments, timeout_seconds=timeout_seconds)
+            except _NotBegunError:  # it died while it was idle, unless it never was
+                if self._closed or is_fresh:
+                    raise
+            finally:
+                self._give_back(worker)
 
     def _take(self) -> WorkerProcess:
-        try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            worker = WorkerProcess(self._name, memory_limit_bytes=self._memory_limit_bytes)
+        while not self._idle.empty():
+            try:
+                worker = self._idle.get_nowait()
+            except queue.Empty:  # another thread was faster
+                break
+            if worker.alive:
+                return worker
+            self._drop(worker)
+        worker = WorkerProcess(self._name, memory_limit_bytes=self._memory_limit_bytes)
         with self._lock:
             closed = self._closed
             self._all.add(worker)
@@ -221,16 +252,25 @@ class WorkerPool:
             return {worker.pid for worker in self._all}
 
     def close(self) -> None:
-        """Kill the children, drop queued calls; idempotent. Calls in progress fail at once."""
+        """Kill the children, drop queued calls; idempotent. Calls in progress fail at once.
+
+        Raises:
+            WaitTimeoutError: A thread did not return although its child was killed.
+        """
         with self._lock:
             self._closed = True
-            workers = list(self._all)
+            workers, calls = list(self._all), list(self._calls)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
-        self._threads.shutdown(wait=True)
+        hanging = wait([call for call in calls if not call.done()], _KILL_TIMEOUT_SECONDS).not_done
         for worker in workers:
             worker.close()
+        if hanging:
+            raise WaitTimeoutError(
+                f"the owner of worker pool {self._name} waited {_KILL_TIMEOUT_SECONDS:g} s for {len(hanging)} calls to "
+                f"return after their processes {sorted(worker.pid for worker in workers)} were killed"
+            )
 
 
 def resolve(path: str) -> Any:
@@ -273,6 +313,10 @@ def main(argv: list[str]) -> None:
     targets: dict[str, Callable[..., Any]] = {}
     while True:
         request = requests.get()
+        try:
+            connection.send_bytes(_BEGUN)
+        except OSError:
+            return
         try:
             reply = pickle.dumps((True, _answer(request, targets)))
         except SlimeError as error:

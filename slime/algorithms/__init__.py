@@ -35,7 +35,6 @@ class AlgorithmSpec:
         form: Its policy loss.
         group_baseline: Rewards are compared within their prompt group (unless switched off).
         group_std: The group baseline may be divided by the group's standard deviation.
-        needs_whitening: Only sound with ``--normalize-advantages``.
         needs_critic: Trains a value model.
         needs_old_log_probs: Old log-probs must come from a pass of their own, even when one optimizer
             step per rollout would make them equal to the current ones.
@@ -45,7 +44,6 @@ class AlgorithmSpec:
     form: PolicyForm
     group_baseline: bool = False
     group_std: bool = False
-    needs_whitening: bool = False
     needs_critic: bool = False
     needs_old_log_probs: bool = False
 
@@ -74,9 +72,9 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType(
         "cispo": AlgorithmSpec(
             estimate=broadcast_reward, form=PolicyForm(loss=_cispo), group_baseline=True, group_std=True
         ),
-        "reinforce_plus_plus": AlgorithmSpec(estimate=reinforce_plus_plus, form=_PPO_CLIP, needs_whitening=True),
+        "reinforce_plus_plus": AlgorithmSpec(estimate=reinforce_plus_plus, form=_PPO_CLIP),
         "reinforce_plus_plus_baseline": AlgorithmSpec(
-            estimate=reinforce_plus_plus_baseline, form=_PPO_CLIP, group_baseline=True, needs_whitening=True
+            estimate=reinforce_plus_plus_baseline, form=_PPO_CLIP, group_baseline=True
         ),
         "ppo": AlgorithmSpec(estimate=generalized_advantages, form=_PPO_CLIP, needs_critic=True),
     }

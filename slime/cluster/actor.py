@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.cluster.signals import leave_to_driver
 from slime.cluster.waits import STACK_SIGNAL
 from slime.observability.logger import configure_logger, tail
 from slime.observability.watchdog import dump_stacks_on_signal
@@ -46,9 +46,9 @@ def enter(setting: ActorSetting) -> None:
     """Make this process the actor ``setting`` describes.
 
     The working directory and import path become the driver's, so that relative paths and plug-ins
-    mean the same everywhere. Ctrl-C in the terminal is left to the driver.
+    mean the same everywhere. Ctrl-C and ending signals are left to the driver.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_driver()
     if setting.work_dir.is_dir():
         os.chdir(setting.work_dir)
     sys.path.extend(p for p in setting.sys_path if p not in sys.path)

@@ -1,28 +1,45 @@
-"""Files that lie beside the trainer's checkpoints: the configuration, and the data states."""
+"""Data states, which lie beside the trainer's checkpoints: made after each rollout, written by the driver.
+
+Tests hold: the state written for a rollout is that of the rollout, however far others are ahead, and
+no generation in progress can hold up a save.
+"""
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
+from typing import Any
 
-from slime.config import Config
+import torch
 
-CONFIG_FILE = "slime_config.json"
+from slime.data.source import RolloutDataSource, state_path
+from slime.files import write_atomically
 
 
-def write_config(config: Config, save_dir: Path) -> None:
-    """Write the resolved configuration, aside and then renamed."""
-    save_dir.mkdir(parents=True, exist_ok=True)
-    temporary = save_dir / f".{CONFIG_FILE}.{os.getpid()}"
-    temporary.write_text(config.to_json(), encoding="utf-8")
-    temporary.replace(save_dir / CONFIG_FILE)
+def take_data_state(source: Any, rollout_id: int) -> bytes | None:
+    """State of the data source right after ``rollout_id``, as the content of its file.
+
+    A class with a ``save`` of its own writes now, because later it would be ahead; then there is
+    nothing left to write.
+    """
+    if not isinstance(source, RolloutDataSource) or type(source).save is not RolloutDataSource.save:
+        source.save(rollout_id)
+        return None
+    content = io.BytesIO()
+    torch.save(source.state_for(rollout_id), content)
+    return content.getvalue()
+
+
+def write_data_state(save_dir: Path, rollout_id: int, content: bytes) -> None:
+    """Write a state below ``save_dir``."""
+    write_atomically(state_path(str(save_dir), rollout_id), lambda path: path.write_bytes(content))
 
 
 def prune_data_states(save_dir: Path, keep: int | None, *, newest: int) -> None:
-    """Remove data states whose checkpoint is gone; all stay when ``keep`` is None."""
+    """Remove data states older than ``newest`` whose checkpoint is gone; all stay when ``keep`` is None."""
     if keep is None:
         return
     for path in (save_dir / "rollout").glob("global_dataset_state_dict_*.pt"):
         number = path.stem.rpartition("_")[2]
-        if number.isdigit() and int(number) != newest and not (save_dir / f"iter_{int(number):07d}").exists():
+        if number.isdigit() and int(number) < newest and not (save_dir / f"iter_{int(number):07d}").exists():
             path.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ raises ``EngineError`` with the end of its log; nothing survives the driver.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import random
@@ -17,9 +16,10 @@ from typing import Any
 
 import ray
 
-from slime.cluster import control, waits
+from slime import http_control
+from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
-from slime.cluster.engine_commands import engine_command, resolve_backend
+from slime.cluster.engine_commands import engine_command
 from slime.cluster.placement import ENGINE_SHARE, Placement
 from slime.cluster.process import ServerProcess, free_port, responds
 from slime.cluster.router import router_command, router_values
@@ -53,19 +53,14 @@ class ServerActor:
         """A free port from ``start`` on."""
         return free_port(start)
 
-    def launch(self, command: list[str], log_path: Path, env: dict[str, str]) -> int:
-        """Start the server; returns its process id."""
+    def launch(self, command: list[str], log_path: Path, env: dict[str, str]) -> None:
+        """Start the server."""
         self._process = ServerProcess(self._setting.name, command, log_path=log_path, env=env)
-        return self._process.pid
 
     def wait_ready(self, url: str, timeout_seconds: float) -> None:
         """Wait until ``url`` answers."""
         assert self._process is not None
         self._process.wait_ready(url, timeout_seconds=timeout_seconds)
-
-    def pid(self) -> int | None:
-        """Process id of the server."""
-        return None if self._process is None else self._process.pid
 
     def check(self) -> None:
         """Raise EngineError if the server died."""
@@ -129,7 +124,6 @@ class EngineGroup:
         first_slots = slots[: len(slots) // per_engine * per_engine : per_engine]
         if not first_slots:
             return
-        backend = resolve_backend(self._config, sglang_installed=importlib.util.find_spec("sglang") is not None)
         cores = len(os.sched_getaffinity(0))
         threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(cores, len(first_slots)))
         for index, slot in enumerate(first_slots):
@@ -141,7 +135,6 @@ class EngineGroup:
             port = self._get(actor.free_port.remote(random.choice(ENGINE_PORTS)), f"engine {index} port")
             command = engine_command(
                 self._config,
-                backend,
                 index=index,
                 host=host,
                 port=port,
@@ -171,7 +164,7 @@ class EngineGroup:
         )
         self._ready = []
         for url in self.urls:
-            control.request(f"{self.router_url}/workers", {"url": url}, timeout_seconds=self._control_seconds)
+            http_control.request(f"{self.router_url}/workers", {"url": url}, timeout_seconds=self._control_seconds)
         if self.urls:
             wait_until(
                 self._all_registered,
@@ -181,7 +174,7 @@ class EngineGroup:
             )
 
     def _all_registered(self) -> bool:
-        reply = control.request(f"{self.router_url}/workers", timeout_seconds=self._control_seconds)
+        reply = http_control.request(f"{self.router_url}/workers", timeout_seconds=self._control_seconds)
         healthy = {w["url"].rstrip("/") for w in reply["workers"] if w["is_healthy"]}
         return healthy >= set(self.urls) and responds(f"{self.router_url}/readiness")
 
@@ -194,16 +187,12 @@ class EngineGroup:
             on_death=lambda i: self._death(list(self._actors)[i]),
         )
 
-    def pids(self) -> dict[str, int]:
-        """Process ids of engines and router by name."""
-        refs = [actor.pid.remote() for actor in self._actors.values()]
-        pids = waits.get_all(refs, waited_for=list(self._actors), timeout_seconds=_CHECK_SECONDS)
-        return dict(zip(self._actors, pids, strict=True))
-
     def weight_versions(self) -> list[str]:
         """Weight version of each engine, as it reports it."""
         seconds = self._control_seconds
-        replies = control.in_parallel(lambda u: control.request(f"{u}/model_info", timeout_seconds=seconds), self.urls)
+        replies = http_control.in_parallel(
+            lambda u: http_control.request(f"{u}/model_info", timeout_seconds=seconds), self.urls
+        )
         return [str(reply["weight_version"]) for reply in replies]
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -230,7 +219,9 @@ class EngineGroup:
 
     def _post(self, path: str, payload: Any) -> None:
         seconds = self._control_seconds
-        control.in_parallel(lambda u: control.request(f"{u}{path}", payload, timeout_seconds=seconds), self.urls)
+        http_control.in_parallel(
+            lambda u: http_control.request(f"{u}{path}", payload, timeout_seconds=seconds), self.urls
+        )
 
     def _host(self, name: str, options: dict[str, Any]) -> Any:
         setting = ActorSetting.of(f"{name} host", self._log_dir)

@@ -1,42 +1,37 @@
 """From a command line to an exit code: what ``train.py`` and ``train_async.py`` share.
 
-0 done, 1 the run failed (one readable message), 2 usage, 130 Ctrl-C, 143 told to end.
+0 done, 1 the run failed (one readable message), 2 usage, 128 + number of the signal that ended it: 130
+Ctrl-C, 143 SIGTERM, 129 SIGHUP. Imports nothing heavy, so that Ctrl-C is quiet from the first moment.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from slime.cluster.launch import Terminated
-from slime.config import Config
+from slime.cluster.signals import Terminated
 from slime.errors import ConfigError, SlimeError
 from slime.observability.logger import configure_logger
 
 logger = logging.getLogger(__name__)
 
 
-def main(
-    train: Callable[[Config], None], parse_args: Callable[[Sequence[str]], Config], argv: Sequence[str] | None = None
-) -> int:
-    """Parse, train, and say how it went.
+def exit_code(program: Callable[[], None]) -> int:
+    """Run a program and say how it went.
 
     Args:
-        train: The loop.
-        parse_args: Parses the command line; exits with code 2 on a usage error.
-        argv: Arguments without the program; those of the process when None.
+        program: Parses the command line and trains; what takes long to import is imported inside.
     """
     configure_logger()
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        program()
     except KeyboardInterrupt:
         logger.error("interrupted")
         return 128 + signal.SIGINT
     except Terminated as error:
         logger.error("ended by %s", error)
-        return 128 + signal.SIGTERM
+        return 128 + error.signum
     except ConfigError as error:
         logger.error("%s", error)
         return 2

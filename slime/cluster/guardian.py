@@ -135,10 +135,6 @@ class Guardian:
         )
         os.close(read_end)
 
-    def sweep(self, *, term_seconds: float = 2.0) -> list[int]:
-        """End all marked processes now; the guardian stays."""
-        return end_marked(self.mark, term_seconds=term_seconds, kill_seconds=5.0, keep=frozenset({self._process.pid}))
-
     def close(self) -> None:
         """Let the guardian do its work and end; returns when it has, bounded."""
         if self._write_end < 0:
@@ -163,7 +159,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     while os.read(options.pipe, 1):
         pass
-    end_marked(options.mark, term_seconds=1.5, kill_seconds=10.0)
+    end_marked(options.mark, term_seconds=0.5, kill_seconds=10.0)
     shutil.rmtree(options.scratch, ignore_errors=True)
 
 

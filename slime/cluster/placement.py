@@ -1,8 +1,7 @@
 """Which process gets which device.
 
-Owns the layouts (split, colocated, debug-only) as plain arithmetic, and their reservation as a
-Ray placement group. A slot is one GPU, or on a CPU one process. Tests hold: the layouts of every
-mode, and that a cluster that is too small is refused with both numbers.
+Owns the reservation of a layout's slots as a Ray placement group. Tests hold that a cluster that is
+too small is refused with both numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster import waits
-from slime.config import ClusterConfig
+from slime.config.layout import Layout
 from slime.errors import ConfigError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -24,39 +23,6 @@ logger = logging.getLogger(__name__)
 # Shares of one slot; several actors of a colocated run live on it.
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Slots of one run. ``trainer`` and ``rollout`` are slot numbers; colocated, they overlap."""
-
-    num_slots: int
-    trainer: tuple[int, ...]
-    rollout: tuple[int, ...]
-
-
-def plan_layout(
-    cluster: ClusterConfig, *, debug_train_only: bool, debug_rollout_only: bool, external_engines: bool
-) -> Layout:
-    """Lay out trainer and rollout slots.
-
-    Split: the rollout slots follow the trainer's. Colocated: both start at 0, and the larger side
-    decides the total. Debug modes reserve one side only; external engines need no slots.
-
-    Args:
-        cluster: Counts and mode, resolved.
-        debug_train_only: No engines.
-        debug_rollout_only: No trainer.
-        external_engines: Engines run elsewhere.
-    """
-    num_trainer = 0 if debug_rollout_only else cluster.world_size
-    num_rollout = 0 if debug_train_only or external_engines else (cluster.rollout_num_gpus or 0)
-    offset = 0 if cluster.colocate else num_trainer
-    return Layout(
-        num_slots=max(num_trainer, offset + num_rollout),
-        trainer=tuple(range(num_trainer)),
-        rollout=tuple(range(offset, offset + num_rollout)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

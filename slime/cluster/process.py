@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slime.cluster.signals import ENDING
 from slime.errors import EngineError
 from slime.observability.logger import tail
 from slime.observability.watchdog import expired
@@ -32,6 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _die_with_parent() -> None:
     """Runs in the child between fork and exec: only async-signal-safe calls."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # a thread of a Ray worker may hold them back
 
 
 class ServerProcess:

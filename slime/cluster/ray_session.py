@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
@@ -42,6 +43,8 @@ def guarded_processes() -> Generator[Guardian]:
 def ray_session(device: str, num_slots: int, scratch_dir: Path) -> Generator[None]:
     """Connect to the cluster of ``RAY_ADDRESS``, or start one on this machine.
 
+    Enter it inside ``signals.held_back``, so that the started daemons do not follow ending signals.
+
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         num_slots: Processes that a cluster of our own has room for.
@@ -66,9 +69,22 @@ def ray_session(device: str, num_slots: int, scratch_dir: Path) -> Generator[Non
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     try:
         ray.init(**settings)
+        if not address:
+            _end_daemons_without_asking()
         yield
     finally:
         ray.shutdown()
+
+
+def _end_daemons_without_asking() -> None:
+    """Let ``ray.shutdown`` kill its daemons at once.
+
+    Ray sends them SIGTERM first and waits for seconds, but they hold that signal back.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    node = worker._global_node
+    kill = node.kill_all_processes
+    node.kill_all_processes = lambda *args, **options: kill(*args, **{**options, "allow_graceful": False})
 
 
 def _object_store_bytes() -> int:

@@ -13,22 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.config import Config
+from slime.config.router_flags import ROUTER_PRESETS
 from slime.errors import ConfigError
-
-# Token-id prompts defeat the text tree of the router's own default (cache_aware): it then sends
-# everything to one worker. Pauses for weight updates must not count as failures.
-DEFAULTS: Mapping[str, Any] = {
-    "policy": "round_robin",
-    "log_level": "warn",
-    "disable_health_check": True,
-    "disable_circuit_breaker": True,
-}
 
 
 def router_values(config: Config, *, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
-    """Keyword arguments of ``RouterArgs``: ours, then what the user gave."""
+    """Keyword arguments of ``RouterArgs``: presets, then what the user gave."""
     return {
-        **DEFAULTS,
+        **ROUTER_PRESETS,
         "request_timeout_secs": config.engine.sglang_router_request_timeout_secs,
         "prometheus_port": prometheus_port,
         "prometheus_host": "127.0.0.1" if host == "127.0.0.1" else "0.0.0.0",

@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cluster.ahead import AsyncRollouts
-from slime.cluster.checkpoints import prune_data_states, write_config
+from slime.cluster.async_rollouts import AsyncRollouts
+from slime.cluster.checkpoints import prune_data_states, write_data_state
 from slime.cluster.engines import EngineGroup
-from slime.cluster.rollout import RolloutHandle, RolloutReport
+from slime.cluster.rollout import RolloutReport
+from slime.cluster.rollout_handle import RolloutHandle
 from slime.cluster.schedule import should_run_periodic_action
 from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
 from slime.errors import WeightSyncError
 from slime.observability.report import Reporter
-from slime.observability.timers import Timer
 
 logger = logging.getLogger(__name__)
+
+_ENGINES_END_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +62,17 @@ class Training:
     def __init__(self, group: TrainerGroup | None, reporter: Reporter) -> None:
         self._group = group
         self._reporter = reporter
-        self.last_trained: int | None = None
-        self.in_progress: int | None = None
+        self.last_trained: RolloutReport | None = None
+        self.in_progress: RolloutReport | None = None
 
     def train(self, step: int, rollout: GeneratedRollout) -> dict[str, float]:
         """Train one rollout on all ranks; returns the metrics of rank 0."""
         if self._group is None:
             return {}
-        self.in_progress = step
+        self.in_progress = rollout.report
         started = time.monotonic()
         metrics = self._group.train(rollout.batch)
-        self.last_trained, self.in_progress = step, None
+        self.last_trained, self.in_progress = rollout.report, None
         self._reporter.add_optimizer_steps(step, self._group.step_metrics())
         self._reporter.add(step, {**metrics, "perf/train_time": time.monotonic() - started})
         return metrics
@@ -109,7 +111,6 @@ class Run:
         self._step_started = time.monotonic()
         self._trainer_awake = True
         self._engines_awake = not config.cluster.offload_rollout  # launch lets the trainer load first
-        self.timer = Timer()
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; each is reported when the loop comes back for the next."""
@@ -133,11 +134,8 @@ class Run:
         self._wake_trainer()
         yield
 
-    def sync_weights(self, step: int | None = None) -> None:
+    def sync_weights(self) -> None:
         """Bring every engine to the trainer's weights and verify the version.
-
-        Args:
-            step: Step whose record gets the duration; the last trained one by default.
 
         Raises:
             WeightSyncError: An engine reports another version than the trainer sent.
@@ -153,10 +151,9 @@ class Run:
         metrics = self._group.update_weights(check=self._engines.check)
         self._verify_versions()
         self._give_to_engines()
-        step = self.trainer.last_trained if step is None else step
-        metrics["perf/update_weights_time"] = time.monotonic() - started
-        if step is not None:
-            self.reporter.add(step, metrics)
+        last = self.trainer.last_trained
+        if last is not None:
+            self.reporter.add(last.rollout_id, {**metrics, "perf/sync_time": time.monotonic() - started})
 
     def _verify_versions(self) -> None:
         assert self._group is not None
@@ -212,45 +209,58 @@ class Run:
         return should_run_periodic_action(step, interval, self._per_epoch, self.num_rollout)
 
     def save(self, step: int) -> None:
-        """Write data state, configuration, weights and optimizer of ``step``, and the HF export if asked for.
-
-        The checkpoint counts as complete with the trainer's part, so that goes last.
-        """
-        assert self._group is not None
-        checkpoint = self.config.checkpoint
-        assert checkpoint.save is not None
+        """Write the checkpoint of ``step``, which was trained last, and the HF export if asked for."""
         started = time.monotonic()
+        report = self.trainer.last_trained
+        assert report is not None
+        assert report.rollout_id == step, f"rollout {report.rollout_id} was trained last, not {step}"
         self._wake_trainer()
-        self._handle.save(step)
-        write_config(self.config, Path(checkpoint.save))
-        self._saving = step
-        self._group.save(step)
-        self._last_saved, self._saving = step, None
-        prune_data_states(Path(checkpoint.save), checkpoint.keep_checkpoints, newest=step)
-        if checkpoint.save_hf:
+        self._write_checkpoint(report)
+        checkpoint = self.config.checkpoint
+        if self._group is not None and checkpoint.save_hf:
             self._group.save_hf(checkpoint.save_hf.format(rollout_id=step))
         self.reporter.add(step, {"perf/save_model_time": time.monotonic() - started})
+
+    def _write_checkpoint(self, report: RolloutReport, timeout_seconds: float | None = None) -> None:
+        """The checkpoint counts as complete with the trainer's part, so that goes last."""
+        assert self._group is not None
+        assert self.config.checkpoint.save is not None
+        save_dir, step = Path(self.config.checkpoint.save), report.rollout_id
+        if report.data_state is not None:
+            write_data_state(save_dir, step, report.data_state)
+        self._saving = step
+        self._group.save(step, timeout_seconds)
+        self._last_saved, self._saving = step, None
+        prune_data_states(save_dir, self.config.checkpoint.keep_checkpoints, newest=step)
 
     def save_before_exit(self, timeout_seconds: float) -> None:
         """Save what was trained since the last checkpoint; for a run that is told to end.
 
+        A Hugging Face export is left out: it can be made from the checkpoint.
+
         Args:
-            timeout_seconds: How long a training step in progress may take to finish.
+            timeout_seconds: Bound on all of it, with a training step in progress, which is finished first.
         """
         if self._group is None or self.config.checkpoint.save is None:
             return
-        interrupted = self.trainer.in_progress
+        deadline = time.monotonic() + timeout_seconds
+        report = self.trainer.in_progress or self.trainer.last_trained
+        if report is None:
+            return
         self._group.wait_idle(timeout_seconds)
         if self._saving is not None:  # the interrupted call was this save, and it is complete now
             self._last_saved, self._saving = self._saving, None
-        step = interrupted if interrupted is not None else self.trainer.last_trained
-        if step is None or step == self._last_saved:
+        if report.rollout_id == self._last_saved:
             return
-        self.save(step)
-        logger.info("saved the checkpoint of rollout %d before ending", step)
+        if self._engines is not None and not self._trainer_awake:
+            self._engines.close(_ENGINES_END_SECONDS)  # busy with a rollout nobody will train, on the trainer's devices
+        self._wake_trainer(deadline - time.monotonic())
+        self._write_checkpoint(report, deadline - time.monotonic())
+        logger.info("saved the checkpoint of rollout %d before ending", report.rollout_id)
 
     def rollouts_ahead(self) -> AsyncRollouts[GeneratedRollout]:
         """Rollouts generated ahead of training, at most ``--async-buffer-size`` of them."""
+        self.reporter.generated_ahead = True
         return AsyncRollouts(
             self.rollout.generate,
             first_step=self.first_step,
@@ -290,9 +300,9 @@ class Run:
             )
         self.reporter.finish(step)
 
-    def _wake_trainer(self) -> None:
+    def _wake_trainer(self, timeout_seconds: float | None = None) -> None:
         if self._group is not None and not self._trainer_awake:
-            self._group.wake_up()
+            self._group.wake_up(timeout_seconds)
             self._trainer_awake = True
 
     def _resume_engine_weights(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from slime.config import Config
 from slime.errors import ConfigError
 
 
@@ -38,3 +41,28 @@ def check_steps_left(first_step: int, num_rollout: int, *, load: str | None) -> 
             f"{first_step} are already done in {load or 'the loaded checkpoint'}; raise --num-rollout above "
             f"{first_step}, or start over with another --load"
         )
+
+
+def complete_schedule(config: Config, num_rollout_per_epoch: int | None) -> Config:
+    """Fill in what follows from ``--num-epoch`` once the data is known: steps, and the trainer's schedule.
+
+    Raises:
+        ConfigError: The data does not say how long an epoch is, or it is shorter than one rollout.
+    """
+    data = config.data
+    if data.num_rollout is not None:
+        return config
+    if not num_rollout_per_epoch:
+        raise ConfigError(
+            f"--num-epoch needs data with at least --rollout-batch-size {data.rollout_batch_size} prompts per epoch; "
+            "give --num-rollout instead, or a smaller batch"
+        )
+    num_rollout = (data.num_epoch or 1) * num_rollout_per_epoch
+    samples = num_rollout * data.rollout_batch_size * data.n_samples_per_prompt
+    per_step = data.global_batch_size or data.rollout_batch_size * data.n_samples_per_prompt
+    values = {**config.megatron.values, "train_iters": samples // per_step}
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, num_rollout=num_rollout),
+        megatron=dataclasses.replace(config.megatron, values=values),
+    )

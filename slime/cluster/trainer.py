@@ -12,6 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
 from slime.cluster.placement import TRAINER_SHARE, Placement
 from slime.cluster.process import free_port
+from slime.cluster.progress import ProgressReports
 from slime.config import Config
 from slime.errors import SlimeError, TrainerError
 from slime.types import RolloutBatch
@@ -35,6 +37,7 @@ class Worker(Protocol):
 
     weight_version: int
     step_metrics: list[dict[str, float]]
+    on_progress: Callable[[str, int, int], None] | None
 
     def init(self) -> int:
         """Join the other ranks, load the model; the first rollout id."""
@@ -73,17 +76,32 @@ class Worker(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAddress:
+    """Where a rank is: a free port of its host, and its process."""
+
+    host: str
+    port: int
+    process: waits.Process
+
+
 class TrainerActor:
     """Hosts one rank. Methods are those of ``Worker``, called by name."""
 
-    def __init__(self, setting: ActorSetting, worker_path: str) -> None:
+    def __init__(self, setting: ActorSetting, worker_path: str, board: Any = None) -> None:
+        """Take what ``start`` needs; ``board`` is the actor that keeps progress, for one rank."""
         enter(setting)
         self._worker_path = worker_path
+        self._board = board
         self._worker: Any = None
 
-    def address(self) -> tuple[str, int, int]:
-        """IP address, a free port, and the process id."""
-        return ray.util.get_node_ip_address(), free_port(), os.getpid()
+    def address(self) -> RankAddress:
+        """Where this process is, with a free port."""
+        return RankAddress(
+            host=ray.util.get_node_ip_address(),
+            port=free_port(),
+            process=waits.Process(node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid()),
+        )
 
     def start(
         self, config: Config, rank: int, world_size: int, master_addr: str, master_port: int, threads: int
@@ -94,6 +112,8 @@ class TrainerActor:
         module, _, name = self._worker_path.partition(":")
         worker_class = getattr(importlib.import_module(module), name)
         self._worker = worker_class(config, rank, world_size, master_addr, master_port)
+        if self._board is not None:
+            self._worker.on_progress = ProgressReports(self._board)
         return self._call(self._worker.init)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -115,13 +135,22 @@ class TrainerActor:
 class TrainerGroup:
     """All ranks as one; every method is a bounded collective call."""
 
-    def __init__(self, config: Config, placement: Placement, log_dir: Path, *, worker_path: str = WORKER_PATH) -> None:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        log_dir: Path,
+        *,
+        board: Any = None,
+        worker_path: str = WORKER_PATH,
+    ) -> None:
         """Start one process per trainer slot; they do nothing until ``init``.
 
         Args:
             config: Counts, limits and the environment of training processes.
             placement: Reserved slots.
             log_dir: Where each rank writes ``trainer_{rank}.log``.
+            board: Actor that rank 0 tells its progress.
             worker_path: ``module:class`` of the worker.
         """
         self._config = config
@@ -140,10 +169,10 @@ class TrainerGroup:
             actor_class.options(
                 **placement.options(slot, TRAINER_SHARE),
                 runtime_env={"env_vars": {**environment, "OMP_NUM_THREADS": str(threads)}},
-            ).remote(setting, worker_path)
-            for slot, threads, setting in zip(slots, self._threads, self._settings, strict=True)
+            ).remote(setting, worker_path, board if rank == 0 else None)
+            for rank, (slot, threads, setting) in enumerate(zip(slots, self._threads, self._settings, strict=True))
         ]
-        self._pids: list[int] = []
+        self._processes: list[waits.Process] = []
         self._in_flight: list[Any] = []
         self._closed = False
 
@@ -163,11 +192,11 @@ class TrainerGroup:
         config = self._config = config or self._config
         limit = config.cluster.trainer_start_timeout_seconds
         addresses = self._wait([a.address.remote() for a in self._actors], "start", limit)
-        self._pids = [pid for _, _, pid in addresses]
-        master_addr, master_port, _ = addresses[0]
+        self._processes = [address.process for address in addresses]
+        first = addresses[0]
         config_ref = ray.put(config)
         refs = [
-            actor.start.remote(config_ref, rank, self.world_size, master_addr, master_port, threads)
+            actor.start.remote(config_ref, rank, self.world_size, first.host, first.port, threads)
             for rank, (actor, threads) in enumerate(zip(self._actors, self._threads, strict=True))
         ]
         first_ids = self._wait(refs, "load the model", limit)
@@ -190,9 +219,10 @@ class TrainerGroup:
         limit = self._config.cluster.train_step_timeout_seconds
         return self._wait([self._actors[0].read.remote("step_metrics")], "tell its metrics", limit)[0]
 
-    def save(self, rollout_id: int) -> None:
-        """Write the checkpoint of ``rollout_id``."""
-        self._call_all("save", rollout_id, limit=self._config.cluster.save_timeout_seconds)
+    def save(self, rollout_id: int, timeout_seconds: float | None = None) -> None:
+        """Write the checkpoint of ``rollout_id``; the bound is ``--save-timeout-seconds`` unless given."""
+        limit = self._config.cluster.save_timeout_seconds if timeout_seconds is None else timeout_seconds
+        self._call_all("save", rollout_id, limit=limit)
 
     def save_hf(self, path: str) -> None:
         """Export Hugging Face weights to ``path``."""
@@ -219,9 +249,10 @@ class TrainerGroup:
         """Move the training state off the devices."""
         self._call_all("sleep", limit=self._config.cluster.train_step_timeout_seconds)
 
-    def wake_up(self) -> None:
-        """Bring the training state back."""
-        self._call_all("wake_up", limit=self._config.cluster.train_step_timeout_seconds)
+    def wake_up(self, timeout_seconds: float | None = None) -> None:
+        """Bring the training state back; the bound is ``--train-step-timeout-seconds`` unless given."""
+        limit = self._config.cluster.train_step_timeout_seconds if timeout_seconds is None else timeout_seconds
+        self._call_all("wake_up", limit=limit)
 
     def wait_idle(self, timeout_seconds: float) -> None:
         """Wait for calls that were interrupted in the driver but still run in the ranks."""
@@ -258,8 +289,15 @@ class TrainerGroup:
         return TrainerError(f"trainer rank {rank} of {self.world_size} died; {self._settings[rank].log_tail()}")
 
     def _stuck(self, ranks: list[int]) -> str:
-        waits.request_stacks([self._pids[rank] for rank in ranks if rank < len(self._pids)])
-        return "\n".join(f"stacks of rank {rank} are in {self._settings[rank].log_path}" for rank in ranks)
+        stuck = {rank: self._processes[rank] for rank in ranks if rank < len(self._processes)}
+        asked = waits.request_stacks(list(stuck.values()))
+        return "\n".join(
+            f"stacks of rank {rank} are in {self._settings[rank].log_path}"
+            if process in asked
+            else f"rank {rank} is process {process.pid} of node {process.node_id}; kill -{waits.STACK_SIGNAL.name} "
+            f"{process.pid} there writes its stacks into {self._settings[rank].log_path}"
+            for rank, process in stuck.items()
+        )
 
     @staticmethod
     def _metrics(rows: list[Any]) -> dict[str, float]:

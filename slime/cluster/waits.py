@@ -7,10 +7,12 @@ nested tracebacks; the full one is in the log of the process that failed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -111,10 +113,26 @@ def on_this_node() -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False)}
 
 
-def request_stacks(pids: Sequence[int]) -> None:
-    """Ask processes of this machine to write their stacks into their logs (see ``actor.enter``)."""
-    for pid in pids:
-        try:
-            os.kill(pid, STACK_SIGNAL)
-        except (ProcessLookupError, PermissionError):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process of the cluster: a process id means nothing without its node."""
+
+    node_id: str
+    pid: int
+
+
+def request_stacks(processes: Sequence[Process]) -> list[Process]:
+    """Ask processes to write their stacks into their logs (see ``actor.enter``).
+
+    Returns:
+        Those that were asked: the ones of this node.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    asked: list[Process] = []
+    for process in processes:
+        if process.node_id != here:
             continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, STACK_SIGNAL)
+            asked.append(process)
+    return asked

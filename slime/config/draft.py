@@ -66,7 +66,6 @@ class Draft:
     surroundings: Surroundings
     given: frozenset[str] = frozenset()
     megatron_flags: frozenset[str] = frozenset()
-    sglang_given: frozenset[str] = frozenset()
     problems: list[str] = field(default_factory=list[str])
     notices: list[str] = field(default_factory=list[str])
 

@@ -283,3 +283,6 @@ SGLANG_OWNED: Mapping[str, str] = {
     "enable_return_routed_experts": "use --use-rollout-routing-replay",
 }
 """Engine arguments that slime sets itself -> what a user changes instead."""
+
+SGLANG_SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
+"""Engine arguments that are never written anywhere."""

@@ -28,8 +28,8 @@ class MegatronContext:
     """Everything slime knows when Megatron's flags are parsed; all sections are resolved.
 
     ``hf`` is None only with ``--debug-rollout-only``. Flags that slime declares itself and Megatron
-    knows too (``--micro-batch-size``, ``--global-batch-size``, ``--load``, ``--save``,
-    ``--async-save``, ``--no-save-optim``, ``--distributed-backend``, ``--calculate-per-token-loss``,
+    knows too (``--micro-batch-size``, ``--global-batch-size``, ``--load``, ``--ckpt-step``,
+    ``--save``, ``--async-save``, ``--no-save-optim``, ``--distributed-backend``, ``--calculate-per-token-loss``,
     ``--mtp-num-layers``, ``--padded-vocab-size``, ...) do not reach the Megatron family as tokens:
     it takes their values from the sections here.
     """

@@ -36,6 +36,7 @@ class FlagInfo:
     above: float | None = None
     at_most: float | None = None
     derived: bool = False
+    secret: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ def flag(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    secret: bool = False,
 ) -> Any:
     """Declare a field that is a command-line flag ``--field-name``.
 
@@ -88,6 +90,7 @@ def flag(
         at_least: Smallest accepted number.
         above: Numbers must be larger than this.
         at_most: Largest accepted number.
+        secret: The value is never written anywhere.
     """
     info = FlagInfo(
         help=doc,
@@ -98,6 +101,7 @@ def flag(
         at_least=at_least,
         above=above,
         at_most=at_most,
+        secret=secret,
     )
     return _field(default, info)
 

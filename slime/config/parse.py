@@ -9,16 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import yaml
-
+from slime.config.custom_file import read_custom_file
 from slime.config.draft import Draft, Surroundings
+from slime.config.embedded_flags import check_embedded_flags
 from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG
 from slime.config.families import FlagFamily, MegatronConfig, MegatronContext, PrefixFamily, plain_json
-from slime.config.flags import FlagSpec, value_problem
-from slime.config.router_flags import ROUTER_FORCED
+from slime.config.flags import FlagSpec
 from slime.config.rules import RULES
 from slime.config.rules.availability import UNAVAILABLE_MODEL_FLAGS
 from slime.config.rules.inputs import file_problem
@@ -94,7 +92,7 @@ def parse(
     split, unknown = _split(groups, specs, families)
     values, given, wrong = read_values(split.slime, specs)
     problems += unknown + wrong
-    extra = _apply_custom_config(values, specs, families, split, problems)
+    extra = _apply_custom_file(values, specs, families, split, problems)
     given = given | frozenset(values)
     draft = Draft(
         surroundings=surroundings or Surroundings(),
@@ -106,10 +104,11 @@ def parse(
     for rule in RULES:
         rule(draft)
     engine_values = _prefixed(families.sglang, split.sglang, specs, draft)
+    check_embedded_flags(draft, engine_values)
     router_values = _prefixed(families.router, split.router, specs, draft)
     if families.custom is not None:
         extra.update(_foreign(families.custom, split.custom, draft))
-    config = _build(draft, engine_values, {**ROUTER_FORCED, **router_values}, extra)
+    config = _build(draft, engine_values, router_values, extra)
     for preflight in preflights:
         draft.problems += preflight(_readable(config))
     megatron_config = _megatron(draft, families.megatron, split.megatron)
@@ -143,82 +142,28 @@ def _split(groups: Sequence[FlagGroup], specs: Mapping[str, FlagSpec], families:
     return split, problems
 
 
-def _apply_custom_config(
+def _apply_custom_file(
     values: dict[str, Any],
     specs: Mapping[str, FlagSpec],
     families: Families,
     split: _Split,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Set the entries of ``--custom-config-path`` over the command line.
-
-    A flag's name changes that flag; a Megatron name becomes a Megatron token; any other name is
-    returned, for plug-ins.
-    """
+    """Set the entries of ``--custom-config-path`` over the command line; returns the user's own names."""
     path = values.get("custom_config_path")
     if path is None:
         return {}
-    try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(f"--custom-config-path {path}: cannot be read ({error.strerror})")
-        return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"--custom-config-path {path}: not YAML ({error})")
-        return {}
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        problems.append(f"--custom-config-path {path}: must be a mapping of names to values")
-        return {}
-    by_dest = {spec.dest: spec for spec in specs.values()}
-    megatron = families.megatron.flag_names() if families.megatron is not None else frozenset[str]()
-    extra: dict[str, Any] = {}
-    for name, value in cast("Mapping[Any, Any]", content).items():
-        dest = str(name).replace("-", "_")
-        option = "--" + dest.replace("_", "-")
-        if dest in by_dest:
-            problem = _set_from_file(values, by_dest[dest], value)
-            if problem is not None:
-                problems.append(f"--custom-config-path {path}: {problem}")
-        elif option in megatron:
-            split.megatron += _megatron_group(option, value)
-        else:
-            extra[dest] = value
-    try:
-        return plain_json(extra, "--custom-config-path entry")
-    except TypeError as error:
-        problems.append(str(error))
-        return {}
-
-
-def _set_from_file(values: dict[str, Any], spec: FlagSpec, value: Any) -> str | None:
-    if spec.form in ("list", "append") and value is not None:
-        items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
-        value = tuple(items)
-        right_type = all(isinstance(item, spec.type) for item in items)
-    elif value is None:
-        right_type = spec.default is None
-    elif spec.type is float:
-        right_type = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if right_type else value
-    else:
-        right_type = isinstance(value, spec.type) and (spec.type is bool or not isinstance(value, bool))
-    if not right_type:
-        return f"{spec.dest} must be {spec.type.__name__}, found {value!r}"
-    problem = value_problem(spec, value)
-    if problem is None:
-        values[spec.dest] = value
-    return problem
-
-
-def _megatron_group(option: str, value: Any) -> list[FlagGroup]:
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [FlagGroup(flag=option, values=())]
-    items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
-    return [FlagGroup(flag=option, values=tuple(str(item) for item in items))]
+    file = read_custom_file(
+        path,
+        specs.values(),
+        megatron=families.megatron.flag_names() if families.megatron is not None else (),
+        prefixes=(families.sglang.prefix, families.router.prefix),
+        own=families.custom.flag_names() if families.custom is not None else (),
+    )
+    values.update(file.values)
+    split.megatron += file.megatron
+    problems += file.problems
+    return file.extra
 
 
 def _fill_sections(draft: Draft, values: Mapping[str, Any]) -> None:

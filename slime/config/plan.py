@@ -44,8 +44,8 @@ def _processes(config: Config) -> Sequence[str]:
     cluster, megatron = config.cluster, config.megatron
     unit = "GPU" if cluster.device == "cuda" else "CPU process"
     lines: list[str] = []
-    trainers = 0 if config.debug.debug_rollout_only else cluster.world_size
-    offset = 0 if cluster.colocate else trainers
+    layout = config.layout
+    trainers = len(layout.trainer)
     if trainers:
         data_parallel = max(1, trainers // megatron.model_parallel_size)
         lines.append(
@@ -55,8 +55,7 @@ def _processes(config: Config) -> Sequence[str]:
             f"x CP {megatron.context_parallel_size} x DP {data_parallel}, {cluster.distributed_backend}"
         )
     per_engine = cluster.rollout_num_gpus_per_engine
-    for index in range(config.num_engines):
-        first = offset + index * per_engine
+    for index, first in enumerate(layout.rollout[::per_engine]):
         lines.append(f"engine {index}: {config.engine.rollout_backend}, {unit} {_span(first, per_engine)}")
     if config.num_engines:
         lines.append(f"router: 1, in front of {config.num_engines} engine(s)")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from slime.config.embedded_flags import EMBEDDED_USED, EMBEDDED_WITHOUT_EFFECT
 from slime.config.engine_flags import SGLANG_FLAGS, SGLANG_OWNED
 from slime.config.flags import FlagSpec, flag_specs, words
-from slime.config.router_flags import ROUTER_FLAGS, ROUTER_FORCED, ROUTER_OWNED
+from slime.config.router_flags import ROUTER_FLAGS, ROUTER_OWNED, ROUTER_PRESETS
 from slime.config.rules.availability import AVAILABLE_VALUES, accepted_text
 from slime.config.schema import SECTIONS
 
@@ -91,15 +92,31 @@ def reference_page() -> str:
         parts.append(f"## {section_title(name)}\n\n| Flag | Value | Default | Meaning |\n|---|---|---|---|")
         parts[-1] += "".join("\n" + _row(spec) for spec in specs) + "\n"
     parts.append(_prefixed("Engine flags", "--sglang-", SGLANG_FLAGS, SGLANG_OWNED))
+    parts.append(
+        f"The embedded engine uses {_names(EMBEDDED_USED)}.\n\nWithout effect on it, which is said once: "
+        f"{_names(EMBEDDED_WITHOUT_EFFECT)}.\n\nAny other value than SGLang's default is refused for it.\n"
+    )
     parts.append(_prefixed("Router flags", "--router-", ROUTER_FLAGS, ROUTER_OWNED))
-    forced = ", ".join(f"`--router-{k.replace('_', '-')} {v}`" for k, v in ROUTER_FORCED.items())
-    parts.append(f"slime's own defaults for the router: {forced}.\n")
+    presets = ", ".join(f"`{_written('--router-', name, value)}`" for name, value in ROUTER_PRESETS.items())
+    parts.append(f"Where nothing is given, slime sets for the router: {presets}.\n")
     return "\n".join(parts)
+
+
+def _names(names: Collection[str]) -> str:
+    return ", ".join(f"`{name.replace('_', '-')}`" for name in sorted(names))
+
+
+def _written(prefix: str, name: str, value: Any) -> str:
+    flag = prefix + name.replace("_", "-")
+    return flag if value is True else f"{flag} {value}"
 
 
 def _availability(spec: FlagSpec) -> str:
     if spec.dest not in AVAILABLE_VALUES:
         return ""
+    accepted = [str(value) for value in AVAILABLE_VALUES[spec.dest] if value is not None]
+    if len(accepted) > 1:
+        return f" [available in this version: {', '.join(accepted)}]"
     return f" [not available in this version; {accepted_text(spec)}]"
 
 
@@ -111,10 +128,9 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _prefixed(title: str, prefix: str, table: Mapping[str, str], owned: Mapping[str, str]) -> str:
-    names = ", ".join(f"`{name.replace('_', '-')}`" for name in sorted(table))
     rows = "\n".join(f"| `{prefix}{name.replace('_', '-')}` | {hint} |" for name, hint in sorted(owned.items()))
     return (
-        f"## {title}\n\nWith the prefix `{prefix}` (a newer installed version may have more):\n\n{names}.\n\n"
+        f"## {title}\n\nWith the prefix `{prefix}` (a newer installed version may have more):\n\n{_names(table)}.\n\n"
         f"These cannot be given:\n\n| Flag | Instead |\n|---|---|\n{rows}\n"
     )
 

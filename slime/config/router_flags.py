@@ -51,14 +51,28 @@ ROUTER_POLICIES = (
     "prefix_hash",
 )
 
-ROUTER_FORCED: Mapping[str, Any] = {"log_level": "warn", "balance_abs_threshold": 10, "balance_rel_threshold": 1.2}
-"""The framework's defaults where they differ from the router's own."""
+ROUTER_PRESETS: Mapping[str, Any] = {
+    # Prompts arrive as token ids, which defeats the text tree of the router's own default, cache_aware: it
+    # would send everything to one worker.
+    "policy": "round_robin",
+    "log_level": "warn",
+    "balance_abs_threshold": 10,
+    "balance_rel_threshold": 1.2,
+    # Pauses for weight updates must not count as failures.
+    "disable_health_check": True,
+    "disable_circuit_breaker": True,
+}
+"""What a router argument is when the user does not set it, where that differs from the router's own default."""
 
-ROUTER_DEFAULTS: Mapping[str, Any] = (
-    {name: False if kind == "flag" else None for name, kind in ROUTER_FLAGS.items()}
-    | {"policy": "cache_aware", "cache_threshold": 0.3}
-    | dict(ROUTER_FORCED)
-)
+ROUTER_DEFAULTS: Mapping[str, Any] = {
+    **{name: False if kind == "flag" else None for name, kind in ROUTER_FLAGS.items()},
+    "cache_threshold": 0.3,
+    **ROUTER_PRESETS,
+}
+"""What ``args.router_*`` are when nobody sets them."""
+
+ROUTER_SECRETS = frozenset({"api_key", "oracle_password", "postgres_db_url", "redis_url"})
+"""Router arguments that are never written anywhere."""
 
 ROUTER_OWNED: Mapping[str, str] = {
     "host": "is set by slime",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
+from slime.config.engine_flags import SGLANG_SECRETS
 from slime.config.families import MegatronConfig
 from slime.config.flags import FlagSpec, Section, flag_specs, unwrap_optional
 from slime.config.hf import HfModel
+from slime.config.layout import Layout, plan_layout
+from slime.config.router_flags import ROUTER_SECRETS
 from slime.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -48,8 +51,8 @@ SECTIONS: Mapping[str, type[Section]] = {
 class Config:
     """Everything a run is told, resolved. Nothing writes to it; a variant is a ``replace()``.
 
-    ``sglang`` and ``router`` hold what must be passed on to the engine and the router, by their own
-    attribute names without prefix: the values the user gave plus the framework's defaults.
+    ``sglang`` and ``router`` hold what the user gave for the engine and the router, by their own
+    attribute names without prefix.
     ``custom`` holds names from ``--custom-config-path`` that no flag has.
     """
 
@@ -79,17 +82,31 @@ class Config:
         return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
 
     @property
+    def layout(self) -> Layout:
+        """Slots of trainer and engines."""
+        return plan_layout(
+            self.cluster,
+            debug_train_only=self.debug.debug_train_only,
+            debug_rollout_only=self.debug.debug_rollout_only,
+            external_engines=self.rollout.rollout_external_engine_addrs is not None,
+        )
+
+    @property
     def num_steps_per_rollout(self) -> int:
         """Optimizer steps per rollout."""
         return self.data.num_steps_per_rollout or 1
 
     def to_json(self) -> str:
-        """The whole configuration as indented JSON with sorted keys."""
-        return json.dumps(_encode(self), indent=2, sort_keys=True)
+        """The configuration as indented JSON with sorted keys; secrets are left out."""
+        document = _encode(self)
+        for section, names in _secret_names().items():
+            for name in names:
+                document[section].pop(name, None)
+        return json.dumps(document, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Inverse of ``to_json``.
+        """Inverse of ``to_json``, except that secrets are unset.
 
         Raises:
             ConfigError: A value is outside what its flag accepts.
@@ -104,6 +121,14 @@ class Config:
 def all_flag_specs() -> tuple[FlagSpec, ...]:
     """Every field of every section, derived ones (form ``none``) included."""
     return tuple(spec for name, section in SECTIONS.items() for spec in flag_specs(section, name))
+
+
+def _secret_names() -> Mapping[str, Collection[str]]:
+    """Attribute of ``Config`` -> entries of it that must not be written."""
+    secrets: dict[str, Collection[str]] = {"sglang": SGLANG_SECRETS, "router": ROUTER_SECRETS}
+    for name, section in SECTIONS.items():
+        secrets[name] = [spec.dest for spec in flag_specs(section, name) if spec.info.secret]
+    return secrets
 
 
 def _encode(value: Any) -> Any:

@@ -234,10 +234,13 @@ def _extra_columns(samples: list[Sample]) -> dict[str, list[Any]]:
             "multimodal_train_inputs",
         )
     }
+    columns["failed"] = [sample.status is Status.FAILED or None for sample in samples]
     columns["round_number"] = [sample.metadata.get("round_number") for sample in samples]
     sources = [get_source(sample) for sample in samples]
     columns["source_names"] = [None if source == "unknown" else source for source in sources]
     kept = {name: rows for name, rows in columns.items() if any(row is not None for row in rows)}
+    if "failed" in kept:
+        kept["failed"] = [bool(row) for row in kept["failed"]]
     if "source_names" in kept:
         kept["source_names"] = list(sources)
     if "round_number" in kept:

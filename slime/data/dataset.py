@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from slime.config.data_paths import parse_sliced_path
 from slime.config.eval_datasets import EvalDatasetConfig
-from slime.data.files import open_table, parse_sliced_path, select_rows
+from slime.data.files import open_table, select_rows
 from slime.data.rows import RowBuilder, RowStream
 from slime.data.store import BadRowPolicy, MemoryStore, RowFaults, SampleStore, StreamStore
 from slime.data.templates import PromptFormat, Tokenizer, count_prompt_tokens

@@ -1,6 +1,6 @@
 """Prompt files: rows of a jsonl or parquet file by number, with a place to point at when one is bad.
 
-Owns the ``path@[a:b]`` form, the byte-offset index of jsonl files and row-group access to parquet
+Owns the byte-offset index of jsonl files and row-group access to parquet
 files. Nothing here knows what a column means. Tests hold: row ``i`` of a lazily opened table is row
 ``i`` of the file read in order; every fault names file and line.
 """
@@ -8,29 +8,16 @@ files. Nothing here knows what a column means. Tests hold: row ``i`` of a lazily
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from slime.config.data_paths import DATA_SUFFIXES, parse_sliced_path
 from slime.errors import DataError
 
 Row = dict[str, Any]
-
-_SLICED = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-SUFFIXES = (".jsonl", ".parquet")
-"""Accepted file types."""
-
-
-def parse_sliced_path(path: str) -> tuple[str, slice]:
-    """Split ``path@[start:stop]`` into the path and the slice; without a suffix, everything."""
-    match = _SLICED.match(path)
-    if match is None:
-        return path, slice(None)
-    start, stop = match["start"], match["stop"]
-    return match["path"], slice(int(start) if start else None, int(stop) if stop else None)
 
 
 class RowTable(Protocol):
@@ -153,7 +140,7 @@ def open_table(path: str) -> RowTable:
         return JsonlTable(path)
     if extension == ".parquet":
         return ParquetTable(path)
-    raise DataError(f"{path}: unsupported file type {extension!r}; accepted are {' and '.join(SUFFIXES)}")
+    raise DataError(f"{path}: unsupported file type {extension!r}; accepted are {' and '.join(DATA_SUFFIXES)}")
 
 
 def select_rows(num_rows: int, part: slice) -> range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from typing import Any, cast
 
 from slime.data.source import DataSource, RolloutDataSource
@@ -72,10 +71,10 @@ class ForeignDataSource(DataSource):
         """Its length, 0 if it has none."""
         return len(self._source) if callable(getattr(self._source, "__len__", None)) else 0
 
-    def snapshot(self, rollout_id: int, pending: Sequence[Group] = ()) -> None:
+    def snapshot(self, rollout_id: int) -> None:
         """Tell the user's object if it wants to know."""
         if callable(getattr(self._source, "snapshot", None)):
-            self._source.snapshot(rollout_id, pending)
+            self._source.snapshot(rollout_id)
 
     def _optional(self, name: str, rollout_id: int | None) -> None:
         method = getattr(self._source, name, None)

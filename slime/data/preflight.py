@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from slime.config import Config
-from slime.data.files import SUFFIXES, head_rows, parse_sliced_path
+from slime.config.data_paths import DATA_SUFFIXES, parse_sliced_path
+from slime.data.files import head_rows
 from slime.data.rows import RowBuilder
 from slime.data.templates import PromptFormat
 from slime.errors import DataError
@@ -65,8 +66,8 @@ def _check(file: _File, *, skip_bad_rows: bool) -> list[str]:
     plain, part = parse_sliced_path(file.path)
     if not Path(plain).is_file():
         return [f"{file.flag} {file.path}: no such file"]
-    if Path(plain).suffix not in SUFFIXES:
-        return [f"{file.flag} {file.path}: unsupported file type; accepted are {' and '.join(SUFFIXES)}"]
+    if Path(plain).suffix not in DATA_SUFFIXES:
+        return [f"{file.flag} {file.path}: unsupported file type; accepted are {' and '.join(DATA_SUFFIXES)}"]
     builder = RowBuilder(fmt=file.fmt, tokenizer=None, max_length=None)
     start = part.start if part.start is not None and part.start >= 0 else 0
     num_rows = 0

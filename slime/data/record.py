@@ -6,7 +6,6 @@ user code put on a sample are part of it. Tests hold: what is loaded equals what
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from slime.data.batch import flatten_groups
 from slime.errors import DataError
+from slime.files import write_atomically
 from slime.types import Group, Sample
 
 
@@ -32,13 +32,10 @@ def dump_path(template: str, rollout_id: int, *, evaluation: bool = False) -> Pa
 
 
 def save_rollout(template: str, rollout_id: int, groups: Sequence[Any], *, evaluation: bool = False) -> Path:
-    """Write the samples of a rollout (groups, fan-out lists or a flat list); aside first, then renamed."""
+    """Write the samples of a rollout (groups, fan-out lists or a flat list)."""
     path = dump_path(template, rollout_id, evaluation=evaluation)
-    path.parent.mkdir(parents=True, exist_ok=True)
     samples = [sample.to_dict() for sample in flatten_groups(groups)[0]]
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    torch.save({"rollout_id": rollout_id, "samples": samples}, aside)
-    aside.replace(path)
+    write_atomically(path, lambda aside: torch.save({"rollout_id": rollout_id, "samples": samples}, aside))
     return path
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import os
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,6 +21,7 @@ import torch
 from slime.data.dataset import Dataset, DatasetArgs, load_train_dataset
 from slime.data.templates import load_processor, load_tokenizer
 from slime.errors import DataError, PluginError
+from slime.files import write_atomically
 from slime.plugins import load_plugin
 from slime.types import Group, Sample
 
@@ -77,17 +76,13 @@ class DataSource(ABC):
     def __len__(self) -> int:
         """Prompts in one epoch."""
 
-    def snapshot(self, rollout_id: int, pending: Sequence[Group] = ()) -> None:
+    def snapshot(self, rollout_id: int) -> None:
         """Remember the state after rollout ``rollout_id`` for a later ``save(rollout_id)``.
 
-        Called by the pipeline when a rollout is complete and its leftovers have been returned.
-
-        Args:
-            rollout_id: The rollout that was just generated.
-            pending: Groups taken from this source that are still being generated for later
-                rollouts; a resumed run generates them first.
+        Called when a rollout is complete and its leftovers have been returned. One rollout runs at
+        a time, so nothing else is on its way then.
         """
-        del rollout_id, pending
+        del rollout_id
 
 
 class RolloutDataSource(DataSource):
@@ -108,7 +103,6 @@ class RolloutDataSource(DataSource):
         self.metadata: dict[str, Any] = {}
         self.buffer: list[Group] = []
         self._snapshots: dict[int, dict[str, Any]] = {}
-        self._handed_out: dict[int, Callable[[], Group]] = {}
         self._filter: Callable[..., Any] = self.buffer_filter
         if args.buffer_filter_path is not None and args.buffer_filter_path != DEFAULT_BUFFER_FILTER:
             self._filter = load_plugin(args.buffer_filter_path, flag="--buffer-filter-path", kind="other")
@@ -156,8 +150,6 @@ class RolloutDataSource(DataSource):
                 f"the buffer filter (--buffer-filter-path) must return a list of at most {num_samples} groups, "
                 f"found {f'{len(groups)} groups' if isinstance(chosen, list) else type(chosen).__name__}"
             )
-        for group in groups:
-            self._remember(group[0].group_index, partial(_copy_group, copy.deepcopy(group)))
         # A filter that only selects would hand out the same groups for ever.
         taken = {id(group) for group in groups}
         self.buffer[:] = [group for group in self.buffer if id(group) not in taken]
@@ -182,38 +174,26 @@ class RolloutDataSource(DataSource):
                 return prompt
 
     def _make_group(self, prompt: Sample) -> Group:
-        numbered = partial(
-            _number_copies, prompt, self.sample_group_index, self.sample_index, self.args.n_samples_per_prompt
-        )
-        self._remember(self.sample_group_index, numbered)
+        group: Group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = self.sample_group_index, self.sample_index
+            group.append(sample)
+            self.sample_index += 1
         self.sample_group_index += 1
-        self.sample_index += self.args.n_samples_per_prompt
-        return numbered()
+        return group
 
-    def _remember(self, group_index: int | None, remake: Callable[[], Group]) -> None:
-        """Keep how to make a group as it was handed out, in case it is unfinished at a snapshot."""
-        if group_index is not None:
-            self._handed_out[group_index] = remake
-
-    def _state(self, pending: Sequence[Group] = ()) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {key: getattr(self, key) for key in _CURSOR_KEYS}
-        # Samples are generated into after they left the source, so the state holds copies, and of
-        # pending groups what they were when they were handed out.
-        unfinished = [self._as_handed_out(group) for group in pending]
+        # Samples of the buffer are generated into once they leave it, so the state holds copies.
         state["metadata"] = copy.deepcopy(self.metadata)
-        state["buffer"] = [[sample.to_dict() for sample in _copy_group(g)] for g in (*unfinished, *self.buffer)]
+        state["buffer"] = [[sample.to_dict() for sample in copy.deepcopy(group)] for group in self.buffer]
         state["num_prompts"] = len(self)
         return state
 
-    def _as_handed_out(self, group: Group) -> Group:
-        remake = self._handed_out.get(group[0].group_index) if group[0].group_index is not None else None
-        return remake() if remake is not None else group
-
-    def snapshot(self, rollout_id: int, pending: Sequence[Group] = ()) -> None:
+    def snapshot(self, rollout_id: int) -> None:
         """Remember the state after a rollout; only as many are kept as rollouts can be ahead of training."""
-        self._snapshots[rollout_id] = self._state(pending)
-        still_out = {group[0].group_index for group in pending}
-        self._handed_out = {index: remake for index, remake in self._handed_out.items() if index in still_out}
+        self._snapshots[rollout_id] = self._state()
         for old in sorted(self._snapshots)[: -(self.args.async_buffer_size + _SNAPSHOTS_BEYOND_QUEUE)]:
             del self._snapshots[old]
 
@@ -226,16 +206,13 @@ class RolloutDataSource(DataSource):
         return self._state()
 
     def save(self, rollout_id: int) -> None:
-        """Write the state after ``rollout_id`` below ``--save``; written aside, then renamed."""
+        """Write the state after ``rollout_id`` below ``--save``."""
         if not self.args.rollout_global_dataset:
             return
         if self.args.save is None:
             raise DataError("the data source cannot be saved without --save DIR")
-        path = state_path(self.args.save, rollout_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(self.state_for(rollout_id), aside)
-        aside.replace(path)
+        state = self.state_for(rollout_id)
+        write_atomically(state_path(self.args.save, rollout_id), lambda path: torch.save(state, path))
 
     def load(self, rollout_id: int | None = None) -> None:
         """Continue after ``rollout_id`` from ``--load``; a missing file leaves the source at its start.
@@ -304,20 +281,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def get_buffer_length(self) -> int:
         """Groups in the buffer."""
         return len(self.buffer)
-
-
-def _copy_group(group: Group) -> Group:
-    return copy.deepcopy(group)
-
-
-def _number_copies(prompt: Sample, group_index: int, first_index: int, count: int) -> Group:
-    """``count`` copies of a prompt with consecutive ``index`` and a common ``group_index``."""
-    group: Group = []
-    for offset in range(count):
-        sample = copy.deepcopy(prompt)
-        sample.group_index, sample.index = group_index, first_index + offset
-        group.append(sample)
-    return group
 
 
 def state_path(folder: str, rollout_id: int) -> Path:

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 30
 _PARENT_POLL_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 2.0
-_SWITCH_SECONDS = 0.0005
 _PR_SET_PDEATHSIG = 1
 _MALLOPT = {"M_ARENA_MAX": (-8, 1), "M_MMAP_THRESHOLD": (-3, 32 << 20), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
 _SHARED_PROMPT_TOKENS = 256
@@ -139,9 +138,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(sys.argv[1:] if argv is None else argv)
         logging.basicConfig(level=flags.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         _tune_malloc()
-        # The model thread takes the interpreter lock back after every operation; with the default of 5 ms a health
-        # check or an abort, which needs the lock a dozen times, would wait for a tenth of a second.
-        sys.setswitchinterval(_SWITCH_SECONDS)
         app, _ = build_app(flags)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

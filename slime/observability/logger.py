@@ -6,10 +6,11 @@ Tests hold: configuring twice leaves one handler.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 # Their INFO lines are about their own insides.
 _QUIET = ("megatron", "matplotlib", "PIL", "urllib3", "httpx", "asyncio")
@@ -18,6 +19,15 @@ _FORMAT = "%(asctime)s {prefix}%(filename)s:%(lineno)d - %(message)s"
 
 class _SlimeHandler(logging.StreamHandler[TextIO]):
     """Marks the handlers that this module installed, so that a second call replaces them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; on a terminal, progress bars step aside for it."""
+        if not self.stream.isatty():
+            super().emit(record)
+            return
+        tqdm: Any = importlib.import_module("tqdm")
+        with tqdm.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 def configure_logger(

@@ -151,7 +151,7 @@ def compute_rollout_metrics(
     flat_groups = [flatten_group(group) for group in groups]
     samples = [s for group in flat_groups for s in group]
     metrics = {f"rollout/{k}": v for k, v in compute_sample_metrics(samples, options).items()}
-    rewards = [[_scalar_reward(s, options.reward_key) for s in group] for group in flat_groups]
+    rewards = [_graded_rewards(group, options.reward_key) for group in flat_groups]
     if options.count_zero_std:
         constant = Counter(round(row[0], 1) for row in rewards if len(row) > 1 and all(r == row[0] for r in row))
         metrics.update({f"rollout/zero_std/count_{value}": float(count) for value, count in constant.items()})
@@ -187,17 +187,19 @@ def compute_perf_metrics(samples: Sequence[Sample], rollout_seconds: float, num_
 
 
 def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Plain means of the columns that go to training."""
+    """Plain means of the columns that go to training; rewards only of samples that were graded."""
     if not len(batch):
         return {}
+    failed = batch.extra.get("failed") or [False] * len(batch)
+    graded = [i for i, has_failed in enumerate(failed) if not has_failed]
     columns: dict[str, Sequence[float]] = {
-        "rewards": batch.rewards,
-        "raw_reward": batch.raw_rewards,
+        "rewards": [batch.rewards[i] for i in graded],
+        "raw_reward": [batch.raw_rewards[i] for i in graded],
         "response_lengths": [float(n) for n in batch.response_lengths],
         "total_lengths": [float(n) for n in batch.total_lengths],
         "truncated": [float(t) for t in batch.truncated],
     }
-    metrics = {f"rollout/{name}": statistics.fmean(column) for name, column in columns.items()}
+    metrics = {f"rollout/{name}": statistics.fmean(column) for name, column in columns.items() if column}
     versions = [[int(v) for v in sample if v.isdigit()] for sample in batch.weight_versions]
     known = [row for row in versions if row]
     if known:
@@ -233,6 +235,20 @@ def pass_rate_metrics(rewards: Sequence[Sequence[float]], prefix: str) -> dict[s
     return metrics
 
 
+def pass_rate_by_group(rewards: Sequence[float], group_ids: Sequence[int], prefix: str) -> dict[str, float]:
+    """``pass_rate_metrics`` of samples in any order and groups of any size.
+
+    Args:
+        rewards: One per sample.
+        group_ids: The prompt group of each sample.
+        prefix: Put before the key.
+    """
+    rows: dict[int, list[float]] = {}
+    for reward, group in zip(rewards, group_ids, strict=True):
+        rows.setdefault(group, []).append(reward)
+    return pass_rate_metrics(list(rows.values()), prefix)
+
+
 def estimate_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased pass@k, 1 - C(n-c, k) / C(n, k) (https://arxiv.org/abs/2107.03374)."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
@@ -244,6 +260,11 @@ def is_repetitive(text: str) -> bool:
         return False
     data = text[-_REPETITION_CHARACTERS:].encode("utf-8", errors="replace")
     return len(data) / len(zlib.compress(data, 9)) > _REPETITION_RATIO
+
+
+def _graded_rewards(group: Sequence[Sample], reward_key: str | None) -> list[float]:
+    """Rewards of a group without those of failed samples, which nothing graded."""
+    return [_scalar_reward(s, reward_key) for s in group if s.status is not Status.FAILED]
 
 
 def _scalar_reward(sample: Sample, reward_key: str | None) -> float:

@@ -31,7 +31,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("grad norm", ("train/grad_norm",), ".3f"),
     ("rollout", ("perf/rollout_time",), ".2fs"),
     ("train", ("perf/train_time",), ".2fs"),
-    ("sync", ("perf/update_weights_time",), ".2fs"),
+    ("sync", ("perf/sync_time",), ".2fs"),
     ("samples/s", ("perf/samples_per_sec",), ".2f"),
 )
 
@@ -69,6 +69,7 @@ class Reporter:
         self._axis_scale = train_steps_per_rollout or 1
         self.rewards: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.generated_ahead = False  # rollouts may be older than the weights that are trained
         self._max_logprob_diff = max_logprob_diff
         self._stop_on_logprob_diff = stop_on_logprob_diff
         self._steps: dict[int, dict[str, float]] = {}
@@ -188,6 +189,11 @@ class Reporter:
             f"--max-logprob-diff {self._max_logprob_diff:g}. The engine does not compute what the trainer trains: "
             "check precision, weight sync and model flags, or raise the bound"
         )
+        if self.generated_ahead:
+            message += (
+                ". Rollouts are generated ahead of training here, so the difference includes what training changed "
+                "in between; lower --async-buffer-size or --update-weights-interval to see it without"
+            )
         if self._stop_on_logprob_diff:
             raise TrainerError(message)
         logger.warning("%s", message)

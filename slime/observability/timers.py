@@ -1,7 +1,7 @@
 """Named durations that end up as ``perf/{name}_time``.
 
-Owns accumulation between two reports. Tests hold: nested and repeated timers add up, a timer
-started twice or ended unstarted is an error, and an inverse timer leaves out what it spans.
+Owns accumulation between two reports. Tests hold: nested and repeated timers add up, and a timer
+started twice or ended unstarted is an error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ class Timer:
         """Forget the accumulated durations; running timers go on."""
         self._seconds.clear()
 
-    def seconds(self) -> dict[str, float]:
-        """Accumulated seconds by name."""
-        return dict(self._seconds)
-
     def perf_metrics(self) -> dict[str, float]:
         """The durations under their metric names."""
         return {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
@@ -54,12 +50,3 @@ class Timer:
             yield
         finally:
             self.end(name)
-
-    @contextmanager
-    def inverse(self, name: str) -> Generator[None]:
-        """Pause the running timer ``name`` for the block."""
-        self.end(name)
-        try:
-            yield
-        finally:
-            self.start(name)

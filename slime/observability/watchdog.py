@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TextIO
 
 from slime.errors import WaitTimeoutError
@@ -62,24 +61,3 @@ def wait_until(
         if time.monotonic() > deadline:
             raise expired(waiter=waiter, waited_for=waited_for, timeout_seconds=timeout_seconds)
         time.sleep(poll_seconds)
-
-
-@contextmanager
-def report_if_slow(*, waiter: str, waited_for: str, timeout_seconds: float) -> Generator[None]:
-    """Log stacks if the block takes longer than ``timeout_seconds``; the block itself goes on.
-
-    For calls into foreign code that has no time-out of its own.
-    """
-
-    def report() -> None:
-        logger.warning(
-            "%s still waits for %s after %.0f s; stacks:\n%s", waiter, waited_for, timeout_seconds, format_stacks()
-        )
-
-    timer = threading.Timer(timeout_seconds, report)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

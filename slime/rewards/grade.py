@@ -1,4 +1,4 @@
-"""What a grader answers."""
+"""What a grader answers, and what stands in when it does not answer in time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.errors import WaitTimeoutError
+
 Reward = float | dict[str, Any]
 """A number, or a dict when the reward has parts."""
 
 Metadata = Mapping[str, Any]
+
+
+class RewardTimeoutError(WaitTimeoutError):
+    """Grading took longer than ``--rm-timeout``; the reward is then 0."""
+
+
+def zero_reward(reward_key: str | None, eval_reward_key: str | None) -> Reward:
+    """Reward 0 in the form that ``--reward-key`` and ``--eval-reward-key`` select from."""
+    keys = [key for key in (reward_key, eval_reward_key) if key]
+    return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 
 @dataclass(frozen=True, slots=True)

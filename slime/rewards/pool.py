@@ -1,6 +1,6 @@
 """Grading in worker processes: bounded in time and memory, never in the way of the event loop.
 
-Tests hold: a grader that hangs is killed after its time and counted, and the next one is served.
+Tests hold: a grader that hangs is killed after its time, and the next one is served.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from slime.errors import WaitTimeoutError
+from slime.rewards.grade import RewardTimeoutError
 from slime.worker_process import WorkerCallError, WorkerDiedError, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ class RewardPool:
             num_workers = max(1, min(_MAX_DEFAULT_WORKERS, (os.cpu_count() or 2) // 2))
         self._pool = WorkerPool("reward", num_workers, memory_limit_bytes=_MEMORY_LIMIT_BYTES)
         self._timeout_seconds = timeout_seconds
-        self.num_timeouts = 0
         self.num_failures = 0
 
     @property
@@ -46,20 +46,20 @@ class RewardPool:
         Args:
             path: The function.
             arguments: Picklable arguments.
-            otherwise: The answer when it takes too long or brings its process down; counted.
+            otherwise: The answer when it brings its process down; counted.
 
         Returns:
             Its result.
 
         Raises:
+            RewardTimeoutError: It took too long; its process was killed.
             WorkerCallError: The function raised, which is a fault of ours or of the data.
         """
         future = self._pool.submit(path, arguments, timeout_seconds=self._timeout_seconds)
         try:
             return await asyncio.wrap_future(future)
         except WaitTimeoutError as error:
-            self.num_timeouts += 1
-            logger.warning("reward 0 (--rm-timeout): %s", error)
+            raise RewardTimeoutError(str(error)) from error
         except (WorkerDiedError, WorkerCallError) as error:
             if isinstance(error, WorkerCallError) and "MemoryError" not in str(error):
                 raise

@@ -15,7 +15,7 @@ BOXED_PREFIX = "boxed_"
 class GraderKind(Enum):
     """Where a reward type is computed."""
 
-    INLINE = "inline"  # bounded, microseconds; what may be slow it defers to a worker process
+    INLINE = "inline"  # in the event loop for short responses; what may be slow it defers to a worker process
     POOL = "pool"  # work grows with the response: graded in a worker process
     REMOTE = "remote"  # one HTTP call
     UNAVAILABLE = "unavailable"

@@ -5,12 +5,17 @@ pipeline builds one ``RewardService`` and activates it around a rollout. ``async
 ``batched_async_rm``, which user functions import, find it in a context variable: they receive only
 ``args``, a read-only view that is copied between processes and cannot carry live handles, while a
 context variable reaches every task and ``asyncio.to_thread`` call started inside, and nothing else.
-Tests hold the order of dispatch and the counts.
+
+Whatever grades it, a sample gets reward 0 and is counted when grading takes longer than
+``--rm-timeout``, from the start of the call. Rules run here in the event loop only on responses short
+enough for them to end within about two milliseconds; longer ones and computer algebra go to worker
+processes. Tests hold the order of dispatch, the counts, and the time-out for every kind of grader.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -20,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from slime.errors import ConfigError, PluginError
 from slime.rewards.custom import CustomReward, load_custom_reward
-from slime.rewards.grade import Deferred, Grade, Reward
-from slime.rewards.latex import last_boxed
+from slime.rewards.grade import Deferred, Grade, Reward, RewardTimeoutError, zero_reward
 from slime.rewards.pool import RewardPool
 from slime.rewards.registry import BOXED_PREFIX, REWARDS, RM_TYPES, GraderKind, GraderSpec
 from slime.types import Sample
@@ -32,8 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CUSTOM_TIMEOUT_SECONDS = 1800.0
-"""Longest wait for one call of a user's reward function, which may ask slow judges."""
+INLINE_CHARS = 4000
+"""Longer responses are graded in a worker process: hostile ones of 100 kB take up to 16 ms."""
+
+_LAST_BOXED = "slime.rewards.latex:last_boxed"
 
 _active: ContextVar[RewardService | None] = ContextVar("slime_reward_service", default=None)
 
@@ -48,6 +54,8 @@ class RewardArgs(Protocol):
     custom_rm_path: str | None
     custom_rm_model_path: str | None
     hf_checkpoint: str | None
+    reward_key: str | None
+    eval_reward_key: str | None
 
 
 class UnknownRewardTypeError(ConfigError, NotImplementedError):
@@ -59,17 +67,16 @@ class RewardService:
 
     Args:
         args: Flat argument view; user functions receive it.
-        custom_timeout_seconds: Longest wait for one call of a user's function.
     """
 
-    def __init__(self, args: RewardArgs, *, custom_timeout_seconds: float = CUSTOM_TIMEOUT_SECONDS) -> None:
+    def __init__(self, args: RewardArgs) -> None:
         self._args = args
-        self._custom_timeout_seconds = custom_timeout_seconds
         self._pool: RewardPool | None = None
         self._remote: RemoteReward | None = None
         self._custom: dict[str, CustomReward] = {}
         self._num_unparsed = 0
         self._num_graded = 0
+        self._num_timeouts = 0
         self._told: set[str] = set()
         if args.custom_rm_path is not None:
             self._custom_reward(args.custom_rm_path)  # now: importing it inside a rollout would stall the rollout
@@ -83,39 +90,71 @@ class RewardService:
         """
         self._num_graded += 1
         path = sample.custom_rm_path or self._args.custom_rm_path
-        if path is not None:
-            return _as_reward(await self._custom_reward(path).score(self._args, sample, kwargs), path)
-        return await self._score_built_in(sample)
+        try:
+            if path is not None:
+                return _as_reward(await self._custom_reward(path).score(self._args, sample, kwargs), path)
+            return await self._score_built_in(sample)
+        except RewardTimeoutError as error:
+            return self._time_out(error, 1)
 
     async def score_group(self, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
-        """Rewards of several samples in their order: one call of ``--custom-rm-path``, else one by one."""
+        """Rewards of several samples in their order: one call of ``--custom-rm-path``, else one by one.
+
+        ``--rm-timeout`` bounds each call, so that all samples of a late one get reward 0.
+        """
         path = self._args.custom_rm_path
         if not samples:
             return []
         if path is None:
             return list(await asyncio.gather(*(self.score(sample, **kwargs) for sample in samples)))
         self._num_graded += len(samples)
-        rewards = await self._custom_reward(path).score_all(self._args, samples, kwargs)
+        try:
+            rewards = await self._custom_reward(path).score_all(self._args, samples, kwargs)
+        except RewardTimeoutError as error:
+            zero = self._time_out(error, len(samples))
+            return [copy.copy(zero) for _ in samples]
         return [_as_reward(reward, path) for reward in rewards]
+
+    async def score_remote(self, sample: Sample) -> Reward:
+        """Reward of one sample from ``--rm-url``, whatever the configured type is."""
+        self._num_graded += 1
+        try:
+            return await self._ask_remote(sample, sample.response)
+        except RewardTimeoutError as error:
+            return self._time_out(error, 1)
+
+    def _time_out(self, error: RewardTimeoutError, num_samples: int) -> Reward:
+        level = logging.DEBUG if self._num_timeouts else logging.WARNING  # once per rollout; the rest is counted
+        self._num_timeouts += num_samples
+        logger.log(level, "reward 0 (--rm-timeout): %s", error)
+        return zero_reward(self._args.reward_key, self._args.eval_reward_key)
 
     async def _score_built_in(self, sample: Sample) -> Reward:
         name = str(sample.metadata.get("rm_type") or self._args.rm_type or "").strip()
         spec, boxed = look_up(name)
         response = sample.response
         if boxed:
-            content = last_boxed(response)
+            content = await self._compute(_LAST_BOXED, (response,), inline=len(response) <= INLINE_CHARS)
             self._num_unparsed += content is None
             response = content or ""
         if spec.kind is GraderKind.REMOTE:
-            reward = await self._remote_reward().score(sample, response)
-            return _as_reward(reward, f"--rm-url {self._args.rm_url}")
+            return await self._ask_remote(sample, response)
         function = (boxed and spec.boxed_function) or spec.function
-        arguments = (response, sample.label, sample.metadata)
-        if spec.kind is GraderKind.POOL:
-            grade = await self._workers().call(function, arguments, otherwise=Grade(0.0))
-        else:
-            grade = resolve(function)(*arguments)
+        inline = spec.kind is GraderKind.INLINE and len(response) <= INLINE_CHARS
+        grade = await self._compute(function, (response, sample.label, sample.metadata), inline=inline)
+        if grade is None:
+            return zero_reward(self._args.reward_key, self._args.eval_reward_key)
         return self._settle(await self._finish(grade), name)
+
+    async def _ask_remote(self, sample: Sample, response: str) -> Reward:
+        reward = await self._remote_reward().score(sample, response)
+        return _as_reward(reward, f"--rm-url {self._args.rm_url}")
+
+    async def _compute(self, function: str, arguments: tuple[Any, ...], *, inline: bool) -> Any:
+        """Run ``module:attribute`` here or in a worker; None when it brought its worker down."""
+        if inline:
+            return resolve(function)(*arguments)
+        return await self._workers().call(function, arguments, otherwise=None)
 
     async def _finish(self, grade: Grade | Deferred) -> Grade:
         if isinstance(grade, Grade):
@@ -140,15 +179,13 @@ class RewardService:
             # An HTTP client that neither workers nor the command line need to load.
             from slime.rewards.remote import RemoteReward
 
-            self._remote = RemoteReward(self._args.rm_url)
+            self._remote = RemoteReward(self._args.rm_url, timeout_seconds=self._args.rm_timeout)
         return self._remote
 
     def _custom_reward(self, path: str) -> CustomReward:
         if path not in self._custom:
             model_path = self._args.custom_rm_model_path or self._args.hf_checkpoint
-            self._custom[path] = load_custom_reward(
-                path, model_path=model_path, timeout_seconds=self._custom_timeout_seconds
-            )
+            self._custom[path] = load_custom_reward(path, model_path=model_path, timeout_seconds=self._args.rm_timeout)
         return self._custom[path]
 
     def drain_metrics(self) -> dict[str, float]:
@@ -156,12 +193,12 @@ class RewardService:
         metrics = {
             "rollout/reward/graded": float(self._num_graded),
             "rollout/reward/unparsed": float(self._num_unparsed),
-            "rollout/reward/timeouts": float(self._pool.num_timeouts if self._pool else 0),
+            "rollout/reward/timeouts": float(self._num_timeouts),
             "rollout/reward/failures": float(self._pool.num_failures if self._pool else 0),
         }
-        self._num_graded = self._num_unparsed = 0
+        self._num_graded = self._num_unparsed = self._num_timeouts = 0
         if self._pool is not None:
-            self._pool.num_timeouts = self._pool.num_failures = 0
+            self._pool.num_failures = 0
         return metrics
 
     @contextmanager
@@ -250,10 +287,5 @@ async def batched_async_rm(args: RewardArgs, samples: Sequence[Sample], **kwargs
 
 async def remote_rm(args: RewardArgs, sample: Sample) -> Reward:
     """Reward of one sample from ``--rm-url``, for use in functions of the user."""
-    from slime.rewards.remote import RemoteReward
-
-    remote = RemoteReward(args.rm_url)
-    try:
-        return _as_reward(await remote.score(sample, sample.response), f"--rm-url {args.rm_url}")
-    finally:
-        await remote.close()
+    async with _service(args) as service:
+        return await service.score_remote(sample)

@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BODY_CHARS = 500
-ABORT_RESEND_SECONDS = 3.0
+FIRST_ABORT_RESEND_SECONDS = 0.25
+MAX_ABORT_RESEND_SECONDS = 3.0
+MIN_CONTROL_SECONDS = 1.0
 WORKERS_SECONDS = 30.0
 RETRY_PAUSE_SECONDS = 0.25
 MAX_RETRY_PAUSE_SECONDS = 10.0
@@ -74,6 +77,9 @@ class EngineRequestError(EngineError):
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(EngineRequestError, status=self.status), self.args
 
 
 class _TransientFaultError(Exception):
@@ -256,7 +262,7 @@ class EngineClient:
 
     async def worker_urls(self) -> list[str]:
         """URLs of the engines behind the router; the base URL itself when it is a bare engine."""
-        return [url for url, _ in await self._workers()]
+        return [url for url, _ in await self._workers(self.timeouts.control_seconds)]
 
     async def healthy_worker_urls(self) -> list[str]:
         """The engines that take requests, in a stable order; asked anew every ``WORKERS_SECONDS``.
@@ -266,15 +272,17 @@ class EngineClient:
         """
         now = time.monotonic()
         if now >= self._healthy_until:
-            healthy = sorted(url for url, is_healthy in await self._workers() if is_healthy)
+            healthy = sorted(
+                url for url, is_healthy in await self._workers(self.timeouts.control_seconds) if is_healthy
+            )
             if not healthy:
                 raise EngineError(f"router {self.base_url} knows no healthy engine")
             self._healthy, self._healthy_until = healthy, now + WORKERS_SECONDS
         return self._healthy
 
-    async def _workers(self) -> list[tuple[str, bool]]:
+    async def _workers(self, total_seconds: float) -> list[tuple[str, bool]]:
         try:
-            reply = await self.get(f"{self.base_url}/workers")
+            reply = await self._control("GET", f"{self.base_url}/workers", total_seconds=total_seconds)
         except EngineRequestError as error:
             if error.status in (404, 405):
                 return [(self.base_url, True)]
@@ -284,28 +292,44 @@ class EngineClient:
             raise EngineError(f"GET {self.base_url}/workers answered {str(reply)[:MAX_BODY_CHARS]}; expected 'workers'")
         return [(str(w["url"]).rstrip("/"), bool(w.get("is_healthy", True))) for w in workers]
 
-    async def abort_all(self) -> None:
+    async def abort_all(self, *, timeout_seconds: float | None = None) -> None:
         """Abort every running request and wait until the engines are idle.
 
-        An engine that cannot be reached has nothing to abort and is only logged.
+        It ends by itself in time: bound it here rather than cancel it, so that an engine is not left
+        with half of a control request. An engine that cannot be reached has nothing to abort and is
+        only logged.
+
+        Args:
+            timeout_seconds: Bound of all of it; default ``abort_seconds``.
 
         Raises:
-            WaitTimeoutError: An engine still runs requests after ``abort_seconds``.
+            EngineError: The router does not say which engines there are.
+            WaitTimeoutError: An engine still runs requests when the time is over.
         """
-        urls = await self.worker_urls()
-        await asyncio.gather(*(self._abort_worker(url) for url in urls))
+        bound = self.timeouts.abort_seconds if timeout_seconds is None else timeout_seconds
+        give_up_at = time.monotonic() + bound
+        urls = [url for url, _ in await self._workers(min(bound, self.timeouts.control_seconds))]
+        # All of them to the end: an abort that goes on unseen would end requests of the next rollout.
+        outcomes = await asyncio.gather(*(self._abort_worker(u, give_up_at) for u in urls), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
-    async def _abort_worker(self, url: str) -> None:
-        give_up_at = time.monotonic() + self.timeouts.abort_seconds
-        resend_at = 0.0
+    async def _abort_worker(self, url: str, give_up_at: float) -> None:
+        started = time.monotonic()
+        resend_at, resend_pause = 0.0, FIRST_ABORT_RESEND_SECONDS
         pause = 0.05
         while True:
             now = time.monotonic()
+            left = min(max(give_up_at - now, MIN_CONTROL_SECONDS), self.timeouts.control_seconds)
             try:
                 if now >= resend_at:
-                    await self._control("POST", f"{url}/abort_request", {"abort_all": True})
-                    resend_at = now + ABORT_RESEND_SECONDS
-                running = _num_requests(await self._control("GET", f"{url}/v1/loads?include=core"))
+                    await self._control("POST", f"{url}/abort_request", {"abort_all": True}, total_seconds=left)
+                    # Again: a request that was on its way may have arrived after the abort.
+                    resend_at = now + resend_pause
+                    resend_pause = min(2 * resend_pause, MAX_ABORT_RESEND_SECONDS)
+                loads = await self._control("GET", f"{url}/v1/loads?include=core", total_seconds=left)
+                running = _num_requests(loads)
             except EngineRequestError as error:
                 if error.status in (404, 405):  # an engine without load report: its replies tell
                     return
@@ -317,16 +341,14 @@ class EngineClient:
                 return
             if now > give_up_at:
                 raise WaitTimeoutError(
-                    f"the rollout process waited {self.timeouts.abort_seconds:g} s for engine {url} to abort; "
-                    f"{running} requests still run there"
+                    f"the rollout process waited {now - started:.1f} s for engine {url} to abort; "
+                    f"{running} requests still run there (--abort-timeout-seconds)"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    async def _control(self, method: str, url: str, payload: Any = None) -> Any:
-        return await self.request(
-            method, url, payload=payload, total_seconds=self.timeouts.control_seconds, max_attempts=1
-        )
+    async def _control(self, method: str, url: str, payload: Any = None, *, total_seconds: float) -> Any:
+        return await self.request(method, url, payload=payload, total_seconds=total_seconds, max_attempts=1)
 
 
 def _excerpt(body: bytes) -> str:

@@ -14,23 +14,26 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from slime.data.templates import load_processor, load_tokenizer
 from slime.errors import ConfigError, WaitTimeoutError
+from slime.observability.progress import ProgressBoard, ProgressSink
 from slime.rewards import RewardService
 from slime.rollout.client import ClientTimeouts, EngineClient
 from slime.rollout.failures import FailureBudget
 from slime.rollout.hooks import CustomGenerate, RolloutHooks
 from slime.rollout.loop import ConcurrencyLimit, LoopThread
-from slime.rollout.progress import ProgressFactory, open_progress
+from slime.rollout.progress import Progress
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutGroup, call_rollout_fn
 from slime.types import Sample
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _active_context: ContextVar[RolloutContext] = ContextVar("slime_rollout_context")
 
@@ -79,6 +82,7 @@ class RolloutContext:
         args: Flat arguments, this context among them; what every rollout function receives.
         client: HTTP to the router.
         tokenizer: Tokenizer of ``--hf-checkpoint``.
+        progress: Where rollouts and evaluations state how far they are; to be read from any thread.
         limit: Samples that may generate at once.
         rewards: Grades samples.
         hooks: The user's functions.
@@ -89,13 +93,13 @@ class RolloutContext:
     """
 
     def __init__(
-        self, args: Any, *, client: EngineClient, loop_thread: LoopThread, tokenizer: Any, progress: ProgressFactory
+        self, args: Any, *, client: EngineClient, loop_thread: LoopThread, tokenizer: Any, progress: ProgressSink
     ) -> None:
         self.args = args.with_facts(rollout_context=self)
         self.client = client
         self.loop_thread = loop_thread
         self.tokenizer = tokenizer
-        self.open_progress = progress
+        self.progress = progress
         self.hooks = RolloutHooks.load(self.args)
         self.rewards = RewardService(self.args)
         self.limit = ConcurrencyLimit(args.sglang_server_concurrency * max(1, args.rollout_num_engines))
@@ -109,13 +113,13 @@ class RolloutContext:
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, args: ArgsWithFacts, *, progress: ProgressFactory = open_progress) -> RolloutContext:
+    def open(cls, args: ArgsWithFacts, *, progress: ProgressSink | None = None) -> RolloutContext:
         """Load tokenizer and hooks, connect to the router.
 
         Args:
             args: Flat arguments with the facts ``sglang_router_ip``, ``sglang_router_port`` and
                 ``rollout_num_engines``.
-            progress: Opens the progress display of a rollout.
+            progress: Told how far each rollout is; default a new ``ProgressBoard``.
 
         Raises:
             ConfigError: No router address.
@@ -128,7 +132,13 @@ class RolloutContext:
         loop_thread = LoopThread()
         try:
             loop_thread.run(client.open(), timeout_seconds=CLOSE_SECONDS)
-            return cls(flat, client=client, loop_thread=loop_thread, tokenizer=tokenizer, progress=progress)
+            return cls(
+                flat,
+                client=client,
+                loop_thread=loop_thread,
+                tokenizer=tokenizer,
+                progress=progress or ProgressBoard(),
+            )
         except BaseException:
             loop_thread.run(client.close(), timeout_seconds=CLOSE_SECONDS)
             loop_thread.close()
@@ -211,6 +221,18 @@ class RolloutContext:
                 yield self
         finally:
             _active_context.reset(token)
+
+    def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine of a whole rollout on the loop and block for its result.
+
+        Raises:
+            WaitTimeoutError: It takes longer than a rollout may.
+        """
+        return self.loop_thread.run(coro, timeout_seconds=self.args.rollout_timeout_seconds)
+
+    def open_progress(self, label: str, target: int, unit: str) -> Progress:
+        """Progress of new work of ``target`` units; a context manager."""
+        return Progress(self.progress, label, target, unit)
 
     def begin(self, rollout_id: int, *, num_samples: int, evaluation: bool = False) -> RolloutTurn:
         """Start the state of a new rollout that is to deliver ``num_samples``."""

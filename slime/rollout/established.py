@@ -28,7 +28,7 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
     """
     context = RolloutContext.active()
     if context is not None:
-        return context.loop_thread.run(coro)
+        return context.run(coro)
     loop_thread = LoopThread("slime-run")
     try:
         return loop_thread.run(coro)

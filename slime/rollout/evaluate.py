@@ -15,8 +15,8 @@ from typing import Any
 from slime.config.eval_datasets import EvalDatasetConfig
 from slime.data.dataset import load_eval_dataset
 from slime.errors import ConfigError, DataError
+from slime.rewards.grade import zero_reward
 from slime.rollout.context import RolloutContext
-from slime.rollout.failures import zero_reward
 from slime.rollout.generate import gather_or_cancel, generate_and_rm
 from slime.rollout.progress import Progress
 from slime.rollout.types import RolloutFnEvalOutput, iter_samples
@@ -66,7 +66,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
 async def eval_rollout_single_dataset(
     args: Any, rollout_id: int, dataset_cfg: EvalDatasetConfig
 ) -> dict[str, dict[str, Any]]:
-    """Evaluate on one set; ``{name: {"rewards", "truncated", "samples"}}``."""
+    """Evaluate on one set; ``{name: {"rewards", "truncated", "group_ids", "samples"}}``."""
     context = RolloutContext.of(args)
     rows = await asyncio.to_thread(load_eval_prompts, context, dataset_cfg)
     count = len(rows) * dataset_cfg.n_samples_per_eval_prompt
@@ -95,16 +95,18 @@ def load_eval_prompts(context: RolloutContext, config: EvalDatasetConfig) -> lis
 async def _evaluate(
     context: RolloutContext, config: EvalDatasetConfig, prompts: list[Sample], progress: Progress
 ) -> dict[str, Any]:
-    jobs = [
-        _evaluate_sample(context, config, sample, seed_offset, progress)
-        for sample, seed_offset in expand_prompts(config, prompts)
-    ]
-    produced = await gather_or_cancel(jobs)
-    samples = sorted((s for item in produced for s in item), key=lambda s: -1 if s.index is None else s.index)
+    expanded = expand_prompts(config, prompts)
+    group_ids = [sample.group_index for sample, _ in expanded]  # now: a function may return samples without
+    produced = await gather_or_cancel(
+        [_evaluate_sample(context, config, sample, seed_offset, progress) for sample, seed_offset in expanded]
+    )
+    pairs = [(s, group) for item, group in zip(produced, group_ids, strict=True) for s in item]
+    pairs.sort(key=lambda pair: -1 if pair[0].index is None else pair[0].index)
     return {
-        "rewards": [eval_reward(context.args, s) for s in samples],
-        "truncated": [s.status is Status.TRUNCATED for s in samples],
-        "samples": samples,
+        "rewards": [eval_reward(context.args, s) for s, _ in pairs],
+        "truncated": [s.status is Status.TRUNCATED for s, _ in pairs],
+        "group_ids": [group for _, group in pairs],
+        "samples": [s for s, _ in pairs],
     }
 
 
@@ -150,7 +152,7 @@ async def _evaluate_sample(
     samples = list(iter_samples([item]))
     for produced in samples:
         if produced.reward is None:  # aborted from outside, as by an engine that was restarted
-            produced.reward = zero_reward(context.args)
+            produced.reward = zero_reward(context.args.reward_key, context.args.eval_reward_key)
     progress.update(1, [eval_reward(context.args, s) for s in samples])
     return samples
 

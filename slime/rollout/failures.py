@@ -1,9 +1,9 @@
 """Failed samples: recorded as data, and counted against a limit.
 
 Owns what becomes of a sample whose plug-in or request failed. A failed sample stays in its
-group, so that batch sizes hold, with a zero loss mask and the reason in ``metadata["error"]``; its
-reward is 0, or in training the mean of its group. Tests hold that one failure costs one sample and
-that too many stop the run.
+group, so that batch sizes hold, with a zero loss mask, reward 0 and the reason in
+``metadata["error"]``. It has no part in the baseline of its group nor in reward metrics. Tests
+hold that one failure costs one sample and that too many stop the run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.errors import SlimeError
+from slime.rewards.grade import zero_reward
 from slime.types import Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class FailureBudget:
         sample.status = Status.FAILED
         sample.metadata = {**sample.metadata, "error": where}
         sample.remove_sample = True
-        sample.reward = zero_reward(args)
+        sample.reward = zero_reward(args.reward_key, args.eval_reward_key)
         place = f"{where['file']}:{where['line']}"
         # The stack of the first failure is enough to act on; the rest would flood the log.
         logger.warning(
@@ -92,12 +93,6 @@ def describe_failure(error: Exception, stage: str) -> dict[str, Any]:
         "file": frame.filename if frame else "",
         "line": frame.lineno if frame else 0,
     }
-
-
-def zero_reward(args: Any) -> float | dict[str, float]:
-    """Reward 0 in the form that ``--reward-key`` and ``--eval-reward-key`` select from."""
-    keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
-    return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 
 def reset_response(sample: Sample, prompt_ids: list[int], filler_id: int) -> None:

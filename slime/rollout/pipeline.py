@@ -4,7 +4,7 @@ Owns which groups a rollout delivers. Order of the steps: refill until groups in
 kept reach the target, take finished groups, drop or keep each, abort the surplus, sort, run the
 user's filters. Tests hold, against real engines: exactly the target is delivered, drops are
 counted by reason, the surplus ends in bounded time and goes back to the data source with
-``--partial-rollout``.
+``--partial-rollout``, which then neither loses a prompt nor delivers one twice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from slime.errors import DataError, EngineError, WaitTimeoutError
@@ -43,9 +44,9 @@ def generate_rollout(
     """
     context = RolloutContext.of(args)
     if evaluation:
-        output, _ = context.loop_thread.run(eval_rollout(context.args, rollout_id))
+        output, _ = context.run(eval_rollout(context.args, rollout_id))
         return output
-    output, unfinished = context.loop_thread.run(generate_rollout_async(context.args, rollout_id, data_source))
+    output, unfinished = context.run(generate_rollout_async(context.args, rollout_id, data_source))
     if unfinished:
         data_source.add_samples(unfinished)
     return output
@@ -73,12 +74,12 @@ async def generate_rollout_async(
     context = RolloutContext.of(args)
     target = args.rollout_batch_size
     context.begin(rollout_id, num_samples=target * args.n_samples_per_prompt)
-    source = GroupSource(data_source)
+    source = GroupSource(data_source, args.n_samples_per_prompt)
     try:
         with context.open_progress(f"rollout {rollout_id}", target, "groups") as progress:
             selection = Selection(context, progress)
             await _collect(context, source, selection)
-        unfinished = await abort(args, rollout_id)
+        unfinished = await abort(args, rollout_id, finished=selection.surplus)
     except BaseException:
         await _abandon(context)
         raise
@@ -97,9 +98,7 @@ async def _collect(context: RolloutContext, source: GroupSource, selection: Sele
         await _refill(context, source)
         done = await _wait_for_groups(context)
         for task in sorted(done, key=lambda t: first_index(turn.inputs[t])):
-            group = task.result()
-            turn.inputs.pop(task)
-            selection.take(group)
+            selection.take(task)
 
 
 async def _refill(context: RolloutContext, source: GroupSource) -> None:
@@ -136,7 +135,7 @@ async def _wait_for_groups(context: RolloutContext) -> set[GroupTask]:
         logger.warning("%s", report)
 
 
-async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
+async def abort(args: Any, rollout_id: int, finished: Sequence[GroupTask] = ()) -> list[list[Sample]]:
     """End what still runs and return the unfinished groups to put back.
 
     Requests are aborted in the engines, whose replies then end the tasks. A task that does not
@@ -145,16 +144,15 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
     Args:
         args: Flat arguments of an open ``RolloutContext``.
         rollout_id: Which rollout; recorded as the start of the samples that have a response.
+        finished: Tasks of finished groups that are not wanted any more.
 
     Returns:
-        Unfinished groups with ``--partial-rollout``, else nothing.
+        Unfinished and unwanted groups with ``--partial-rollout``, else nothing.
     """
     context = RolloutContext.of(args)
     turn = context.turn
     turn.aborted = True
     tasks, turn.pendings = turn.pendings, set()
-    if not tasks:
-        return []
     running = await _end_tasks(context, tasks)
     if running:
         logger.warning(
@@ -167,7 +165,8 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
         for task in tasks:
             _log_fault(task)
         return []
-    groups = [_unfinished_group(inputs[task], task) for task in sorted(tasks, key=lambda t: first_index(inputs[t]))]
+    unwanted = sorted({*tasks, *finished}, key=lambda task: first_index(inputs[task]))
+    groups = [_unfinished_group(inputs[task], task) for task in unwanted]
     for sample in (s for group in groups for s in group):
         if sample.response_length:
             sample.metadata.setdefault("start_rollout_id", rollout_id)
@@ -178,22 +177,18 @@ async def _end_tasks(context: RolloutContext, tasks: set[GroupTask]) -> set[Grou
     """Abort in the engines until the tasks have ended; returns those that have not within the bound."""
     give_up_at = time.monotonic() + context.client.timeouts.abort_seconds
     pending: set[GroupTask] = tasks
-    pause = 0.25
-    while pending and time.monotonic() < give_up_at:
-        # Again and again: a request may reach its engine, and a multi-turn function start its next one,
-        # after an abort.
-        aborting = asyncio.create_task(context.client.abort_all())
+    pause = 0.05
+    while pending and (left := give_up_at - time.monotonic()) > 0:
+        # Again and again: a multi-turn function may start its next request after an abort. Each time to
+        # its end: an engine may be in the middle of it, and an abort that is left behind would end
+        # requests of the next rollout.
+        try:
+            await context.client.abort_all(timeout_seconds=left)
+        except (EngineError, WaitTimeoutError) as error:
+            logger.warning("abort: %s", error)
         left = give_up_at - time.monotonic()
         _, pending = await asyncio.wait(pending, timeout=max(0.0, min(pause, left)))
         pause = min(2 * pause, MAX_ABORT_PAUSE_SECONDS)
-        if pending:
-            aborting.cancel()
-        await asyncio.wait([aborting])
-        error = None if aborting.cancelled() else aborting.exception()
-        if error is not None and not isinstance(error, EngineError | WaitTimeoutError):
-            raise error
-        if error is not None:
-            logger.warning("abort: %s", error)
     return pending
 
 
@@ -239,6 +234,6 @@ async def _abandon(context: RolloutContext) -> None:
     if not tasks:
         return
     try:
-        await asyncio.wait_for(context.client.abort_all(), CANCEL_SECONDS)
-    except (EngineError, TimeoutError) as error:  # the error that led here matters more
+        await context.client.abort_all(timeout_seconds=CANCEL_SECONDS)
+    except (EngineError, WaitTimeoutError) as error:  # the error that led here matters more
         logger.warning("could not abort the requests in flight: %s", error)

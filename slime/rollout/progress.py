@@ -1,119 +1,66 @@
-"""Progress of a rollout: a bar on a terminal, a line now and then elsewhere.
+"""Progress of a rollout: stated to a sink at every step, and in the log now and then.
 
-Owns nothing but the display. Tests hold that both forms show count, target and mean reward, and
-that lines come at most every ``LINE_SECONDS``.
+Owns the running mean reward and the log lines; drawing is the business of whoever reads the sink.
+Tests hold that both show count, target and mean reward, and that lines come at most every
+``LINE_SECONDS``.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable
-from typing import Protocol
 
-from tqdm import tqdm
+from slime.observability.progress import ProgressSink
 
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 30.0
 
 
-class Progress(Protocol):
-    """Display of one rollout; a context manager."""
-
-    def update(self, count: int, rewards: list[float]) -> None:
-        """Add ``count`` finished units and their rewards."""
-        ...
-
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-ProgressFactory = Callable[[str, int, str], Progress]
-"""``(title, target, unit) -> Progress``."""
-
-
-def open_progress(title: str, target: int, unit: str) -> Progress:
-    """A bar when standard error is a terminal, else lines."""
-    kind = BarProgress if sys.stderr.isatty() else LineProgress
-    return kind(title, target, unit)
-
-
-class MeanReward:
-    """Running mean of the rewards seen."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._count = 0
-
-    def add(self, rewards: list[float]) -> None:
-        """Take further rewards in."""
-        self._sum += sum(rewards)
-        self._count += len(rewards)
-
-    def __str__(self) -> str:
-        return f"{self._sum / self._count:.3f}" if self._count else "-"
-
-
-class BarProgress:
-    """A tqdm bar with the running mean reward.
+class Progress:
+    """Count and mean reward of one rollout or evaluation; a context manager.
 
     Args:
-        title: What is counted, shown in front.
+        sink: Told of every step.
+        label: What is counted.
         target: Units to come.
-        unit: Name of one unit.
+        unit: Name of the units, plural.
     """
 
-    def __init__(self, title: str, target: int, unit: str) -> None:
-        self._bar = tqdm(total=target, desc=title, unit=unit, dynamic_ncols=True, file=sys.stderr)
-        self._mean = MeanReward()
-
-    def update(self, count: int, rewards: list[float]) -> None:
-        """Advance the bar."""
-        self._mean.add(rewards)
-        self._bar.set_postfix_str(f"reward {self._mean}", refresh=False)
-        self._bar.update(count)
-
-    def __enter__(self) -> BarProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-
-class LineProgress:
-    """Log lines: one at most every ``LINE_SECONDS``, and one at the end.
-
-    Args:
-        title: What is counted, shown in front.
-        target: Units to come.
-        unit: Name of one unit.
-    """
-
-    def __init__(self, title: str, target: int, unit: str) -> None:
-        self._title, self._target, self._unit = title, target, unit
-        self._count = 0
-        self._mean = MeanReward()
+    def __init__(self, sink: ProgressSink, label: str, target: int, unit: str) -> None:
+        self._sink = sink
+        self._label, self._target, self._unit = label, target, unit
+        self._done = 0
+        self._reward_sum, self._num_rewards = 0.0, 0
         self._started = self._last_line = time.monotonic()
 
     def update(self, count: int, rewards: list[float]) -> None:
-        """Count, and write a line if the last one is old enough."""
-        self._count += count
-        self._mean.add(rewards)
+        """Add ``count`` finished units and their rewards."""
+        self._done += count
+        self._reward_sum += sum(rewards)
+        self._num_rewards += len(rewards)
+        self._state()
         if time.monotonic() - self._last_line >= LINE_SECONDS:
-            self._write()
+            self._write_line()
 
-    def _write(self) -> None:
+    @property
+    def _mean_reward(self) -> str:
+        return f"{self._reward_sum / self._num_rewards:.3f}" if self._num_rewards else "-"
+
+    def _state(self) -> None:
+        note = f"reward {self._mean_reward}"
+        self._sink.report(self._label, self._done, self._target, unit=self._unit, note=note)
+
+    def _write_line(self) -> None:
         self._last_line = now = time.monotonic()
         logger.info(
             "%s: %d/%d %s, mean reward %s, %.1f s",
-            *(self._title, self._count, self._target, self._unit, self._mean, now - self._started),
+            *(self._label, self._done, self._target, self._unit, self._mean_reward, now - self._started),
         )
 
-    def __enter__(self) -> LineProgress:
+    def __enter__(self) -> Progress:
+        self._state()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write()
+        self._write_line()

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from slime.errors import DataError
-from slime.rollout.context import RolloutContext
+from slime.errors import DataError, PluginError
+from slime.rollout.context import GroupTask, RolloutContext
 from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.progress import Progress
 from slime.rollout.types import RolloutGroup, iter_samples
@@ -29,19 +29,37 @@ class GroupSource:
 
     Args:
         source: A data source, or a bare ``get_samples`` function.
+        group_size: Samples per group (``--n-samples-per-prompt``).
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, group_size: int) -> None:
         self._source = source
+        self._group_size = group_size
         self._get: Callable[[int], list[list[Sample]]] = source if callable(source) else source.get_samples
 
     def __call__(self, num_groups: int) -> list[list[Sample]]:
         """The next ``num_groups`` prompts."""
-        return self._get(num_groups)
+        return self.get_samples(num_groups)
 
     def get_samples(self, num_groups: int) -> list[list[Sample]]:
-        """The next ``num_groups`` prompts."""
-        return self._get(num_groups)
+        """The next ``num_groups`` prompts.
+
+        Raises:
+            PluginError: Not a list of groups of the right size.
+        """
+        groups = self._get(num_groups)
+        if not isinstance(groups, list):
+            raise PluginError(
+                f"--data-source-path: get_samples must return a list of groups, found {type(groups).__name__}"
+            )
+        for group in groups:
+            if not isinstance(group, list) or len(group) != self._group_size:
+                found = f"{len(group)} samples" if isinstance(group, list) else type(group).__name__
+                raise PluginError(
+                    f"--data-source-path: get_samples must return groups (lists) of {self._group_size} samples "
+                    f"(--n-samples-per-prompt), found {found}"
+                )
+        return groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -60,37 +78,39 @@ class Selection:
         self._progress = progress
         self._target: int = context.args.rollout_batch_size
         self._drops = MetricGatherer()
-        self._num_surplus = 0
         self._warn_at = WARN_DROPPED_PER_TARGET * self._target
         self.kept: list[RolloutGroup] = []
         self.seen: list[RolloutGroup] = []
+        self.surplus: list[GroupTask] = []
 
     @property
     def is_complete(self) -> bool:
         """Whether as many groups are kept as are wanted."""
         return len(self.kept) >= self._target
 
-    def take(self, group: RolloutGroup) -> None:
-        """Keep or drop one finished group.
+    def take(self, task: GroupTask) -> None:
+        """Keep or drop the finished group of a task; what comes after the last one wanted is surplus.
 
         Raises:
             DataError: The filter has dropped far more than it kept.
         """
         args, turn = self._context.args, self._context.turn
-        assert len(group) == args.n_samples_per_prompt, f"group of {len(group)}, expected {args.n_samples_per_prompt}"
+        group = task.result()
         self.seen.append(group)
         verdict = call_dynamic_filter(self._context.hooks.dynamic_filter, args, group)
         if should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=turn.remaining_batch_size, target_batch_size=self._target
         ):
             self._drops.on_dynamic_filter_drop(verdict.reason)
+            turn.inputs.pop(task)
             turn.remaining_batch_size -= 1
             self._check_drops()
             return
         if self.is_complete:  # finished together with the last one wanted
-            self._num_surplus += 1
+            self.surplus.append(task)
             return
         self.kept.append(group)
+        turn.inputs.pop(task)
         self._progress.update(1, scalar_rewards(args, group))
 
     def _check_drops(self) -> None:
@@ -112,7 +132,7 @@ class Selection:
         metrics: dict[str, Any] = dict(self._drops.collect())
         counts = {
             "rollout/failed_samples": self._context.turn.failures.num_failed,
-            "rollout/surplus_groups": self._num_surplus,
+            "rollout/surplus_groups": len(self.surplus),
             "rollout/unfinished_groups": num_unfinished,
             **self._context.rewards.drain_metrics(),
         }

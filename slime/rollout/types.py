@@ -40,7 +40,9 @@ class RolloutFnEvalOutput:
     """Result of an evaluation.
 
     Args:
-        data: Name of the set to ``{"rewards": [...], "truncated": [...], "samples": [...]}``.
+        data: Name of the set to ``{"rewards": [...], "truncated": [...], "group_ids": [...],
+            "samples": [...]}``, one entry per sample each; ``group_ids`` says which samples share a
+            prompt. Functions of users may leave out all but the rewards.
         metrics: Further metrics to log with the evaluation.
     """
 

@@ -1,7 +1,7 @@
 """Process groups between a trainer and engines, besides each side's own default group.
 
 ``torch.distributed`` creates further groups only among the ranks of the default one; a trainer and an engine have
-different default groups, so the helper below makes one from a rendezvous of its own, as SGLang's server does.
+different default groups, so the helper below makes one from a rendezvous of its own.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def join_group(
         url = f"tcp://{master_address}:{master_port}"
         store, rank, world_size = next(dist.rendezvous(url, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        # The public functions insist on the default group; this private one is what they call and is used by every
-        # framework that joins trainers and engines. Its keyword for the options changed its name in torch 2.6.
+        # The public functions insist on the default group; this private one is what they call. Its keyword
+        # for the options changed its name in torch 2.6.
         group, _ = _internals._new_process_group_helper(
             world_size,
             rank,

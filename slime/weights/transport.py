@@ -13,13 +13,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import json
 import logging
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
@@ -30,6 +26,7 @@ from torch import Tensor
 
 from slime.engines import api
 from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
+from slime.http_control import HttpStatusError, in_parallel, request
 from slime.weights.checksum import tensor_checksum
 
 logger = logging.getLogger(__name__)
@@ -59,14 +56,6 @@ class SyncReport:
     tensors: int
     verified: int
     mismatches: int = 0
-
-
-class _HttpStatusError(EngineError):
-    """An engine answered with an error status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class TensorTransport:
@@ -141,10 +130,10 @@ class TensorTransport:
                 self._to_all(path, {})
 
     def _begin(self) -> bool:
-        """Open the update; False for engines from before the bracket existed (SGLang up to 0.5.22)."""
+        """Open the update; False for engines that do not know the bracket (older SGLang)."""
         try:
             self._to_all(api.BEGIN_WEIGHT_UPDATE, {})
-        except _HttpStatusError as error:
+        except HttpStatusError as error:
             if error.status == _NOT_FOUND:
                 return False
             raise
@@ -174,7 +163,7 @@ class TensorTransport:
             }
             try:
                 self._to_all(api.UPDATE_WEIGHTS_FROM_TENSOR, body)
-            except _HttpStatusError as error:
+            except HttpStatusError as error:
                 names = f"{piece[0][0]} to {piece[-1][0]}"
                 raise WeightSyncError(f"version {version}, tensors {names}: {error}") from error
         return sum(tensor.nbytes for _, tensor in piece)
@@ -216,13 +205,11 @@ class TensorTransport:
 
     def _to_all(self, path: str, body: Mapping[str, Any] | None, query: str = "") -> list[tuple[str, Any]]:
         """One request to every engine at the same time; (url, answer) pairs."""
-        return self._parallel(lambda url: _request(url, path, body, query, self._timeout))
 
-    def _parallel(self, call: Callable[[str], Any]) -> list[tuple[str, Any]]:
-        if len(self._urls) == 1:
-            return [(self._urls[0], call(self._urls[0]))]
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            return list(zip(self._urls, pool.map(call, self._urls), strict=True))
+        def call(url: str) -> Any:
+            return request(url + path + query, body, timeout_seconds=self._timeout, waiter="the trainer")
+
+        return list(zip(self._urls, in_parallel(call, self._urls), strict=True))
 
 
 _CHECKSUM_DIGITS = 32
@@ -259,27 +246,3 @@ def _shared(piece: Bucket) -> Generator[tuple[str, Bucket]]:
     finally:
         views.clear()  # free it now, also when an exception keeps the frames that know this list
         multiprocessing.set_sharing_strategy(strategy)
-
-
-def _request(url: str, path: str, body: Mapping[str, Any] | None, query: str, timeout: float) -> Any:
-    """POST ``body`` (GET without one); the parsed answer, or its text."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path + query, data, {"Content-Type": "application/json"})
-    # No proxies: engines are on this machine, whatever the environment says about the way out.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=timeout) as reply:
-            content: bytes = reply.read()
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")[:500]
-        raise _HttpStatusError(f"{url}{path} answered {error.code}: {text}", error.code) from error
-    except TimeoutError as error:
-        raise WaitTimeoutError(f"the trainer waited {timeout:.0f} s for {url}{path}") from error
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, TimeoutError):
-            raise WaitTimeoutError(f"the trainer waited {timeout:.0f} s for {url}{path}") from error
-        raise EngineError(f"{url}{path} cannot be reached: {error.reason}") from error
-    try:
-        return json.loads(content)
-    except json.JSONDecodeError:
-        return content.decode(errors="replace")

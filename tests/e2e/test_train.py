@@ -1,16 +1,27 @@
-"""``python train.py`` as a user runs it: Ray, a trainer, an engine, the router, three rollouts and more."""
+"""``python train.py`` as a user runs it: Ray, a trainer, an engine, the router, a few rollouts and more."""
 
 import json
 import math
 import os
 import signal
-import time
 
 import pytest
 
 from slime.config import Config
+from slime.data.record import load_rollout
 from slime.observability.tracking import read_metrics
-from tests.e2e.commands import arguments, make_inputs, processes_of, run, series, start
+from tests.e2e.commands import (
+    arguments,
+    assert_nothing_left,
+    make_inputs,
+    processes_of,
+    run,
+    run_on_terminal,
+    series,
+    start,
+    wait_for,
+    without,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,55 +31,81 @@ def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def wait_for(condition, what, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def epoch(inputs, tmp_path_factory):
+    """One epoch (six rollouts) on a terminal, with evaluation, checkpoint, export and dumps."""
+    folder = tmp_path_factory.mktemp("epoch")
+    extra = ["--save", str(folder / "ckpt"), "--save-hf", str(folder / "hf" / "{rollout_id}")]
+    extra += ["--eval-prompt-data", "held", str(inputs["eval.jsonl"]), "--eval-interval", "3"]
+    extra += ["--eval-temperature", "0", "--entropy-coef", "0.01"]
+    extra += ["--save-debug-rollout-data", str(folder / "dumps" / "{rollout_id}.pt")]
+    extra += ["--custom-rm-path", f"{inputs['plugins.py']}:slowly", "--num-epoch", "1"]
+    argv = without(arguments(inputs, folder / "out", 0, *extra), "--num-rollout")
+    code, shown = run_on_terminal("train.py", argv)
+    assert code == 0, shown
+    assert_nothing_left(str(folder))
+    return folder, shown
 
 
-def assert_nothing_left(mark):
-    """Processes of a run mention its directory in their arguments, or carry its mark in their environment."""
-    wait_for(lambda: not processes_of(mark), f"end of {processes_of(mark)}", seconds=15)
-
-
-def test_three_rollouts_with_evaluation_checkpoint_and_export(inputs, tmp_path):
-    output, log = tmp_path / "out", tmp_path / "log"
-    extra = ["--save", str(tmp_path / "ckpt"), "--save-hf", str(tmp_path / "hf" / "{rollout_id}")]
-    extra += [
-        "--eval-prompt-data",
-        "held",
-        str(inputs["eval.jsonl"]),
-        "--eval-interval",
-        "3",
-        "--eval-temperature",
-        "0",
-    ]
-    code = run("train.py", arguments(inputs, output, 3, *extra), log)
-    text = log.read_text()
-    assert code == 0, text
-    assert_nothing_left(str(tmp_path))
-
-    rows = read_metrics(output / "metrics.jsonl")
-    assert [row["rollout/step"] for row in rows if "rollout/step" in row] == [0, 1, 2]
-    losses, norms = series(output, "train/loss"), series(output, "train/grad_norm")
-    assert len(losses) == 3
+def test_every_rollout_has_its_line_and_its_numbers(epoch):
+    folder, shown = epoch
+    rows = read_metrics(folder / "out" / "metrics.jsonl")
+    assert [row["rollout/step"] for row in rows if "rollout/step" in row] == list(range(6))
+    losses, norms = series(folder / "out", "train/loss"), series(folder / "out", "train/grad_norm")
+    assert len(losses) == 6
     assert all(math.isfinite(value) for value in losses + norms)
     assert all(norm > 0 for norm in norms)
-    differences = series(output, "train/train_rollout_logprob_abs_diff")
-    assert len(differences) == 3
-    assert max(differences) < 1e-4  # the engine computes what the trainer trains, also after two updates
-    assert len(series(output, "eval/held")) == 2
-    assert text.count("rollout 3/3") == 1
+    differences = series(folder / "out", "train/train_rollout_logprob_abs_diff")
+    assert len(differences) == 6
+    assert max(differences) < 1e-4  # the engine computes what the trainer trains, also after updates
+    for step, difference in enumerate(differences, start=1):
+        (line,) = [line for line in shown.splitlines() if f"rollout {step}/6 |" in line]
+        assert f"logprob diff {difference:.1e}" in line
+
+
+def test_evaluation_before_and_after_is_in_the_summary(epoch):
+    folder, shown = epoch
+    scores = series(folder / "out", "eval/held")
+    assert len(scores) == 3
+    summary = shown.partition("the run is complete")[2]
+    assert "held-out held" in summary
+    assert f"{scores[0]:.4f} -> {scores[-1]:.4f}" in summary
+
+
+def test_bars_of_rollout_and_run_appear_on_a_terminal(epoch):
+    _, shown = epoch
+    assert any(f"rollout {step}: " in shown and "groups" in shown for step in range(6))
+    assert "6/6" in shown
+
+
+def test_a_run_leaves_its_files(epoch):
+    folder, _ = epoch
     for path in ("reward.png", "logs/engine_0.log", "logs/router.log", "logs/trainer_0.log"):
-        assert (output / path).stat().st_size >= 0
-        assert (output / path).exists()
-    assert list((output / "tensorboard").rglob("events.out.*"))
-    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
-    assert (tmp_path / "ckpt" / "rollout" / "global_dataset_state_dict_2.pt").exists()
-    saved = Config.from_json((tmp_path / "ckpt" / "slime_config.json").read_text())
-    assert saved.data.num_rollout == 3
-    assert json.loads((tmp_path / "hf" / "2" / "config.json").read_text())["model_type"] == "qwen3"
+        assert (folder / "out" / path).exists()
+    assert list((folder / "out" / "tensorboard").rglob("events.out.*"))
+    assert (folder / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+    assert (folder / "ckpt" / "rollout" / "global_dataset_state_dict_5.pt").exists()
+    saved = Config.from_json((folder / "ckpt" / "iter_0000005" / "slime_config.json").read_text())
+    assert saved.data.num_rollout == 6  # --num-epoch, completed
+    assert json.loads((folder / "hf" / "5" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_dumped_samples_carry_their_spans(epoch):
+    folder, _ = epoch
+    for sample in load_rollout(str(folder / "dumps" / "{rollout_id}.pt"), 0):
+        names = [event["name"] for event in vars(sample)["trace"]["events"] if event["type"] == "span_end"]
+        assert {"sglang_generate", "reward_model", "generate_and_rm"} <= set(names)
+
+
+def test_a_recorded_rollout_trains_to_the_same_numbers_without_engines(epoch, inputs, tmp_path):
+    folder, _ = epoch
+    dumps = str(folder / "dumps" / "{rollout_id}.pt")
+    extra = ["--entropy-coef", "0.01", "--load-debug-rollout-data", dumps]
+    replayed = arguments(inputs, tmp_path / "out", 2, *extra)
+    assert run("train.py", replayed, tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    for key in ("train/loss", "train/grad_norm"):
+        assert series(tmp_path / "out", key) == series(folder / "out", key)[:2]
+    assert not (tmp_path / "out" / "logs" / "engine_0.log").exists()
 
 
 def test_killed_after_a_checkpoint_it_resumes_with_the_same_losses(inputs, tmp_path):
@@ -102,78 +139,33 @@ def test_killed_after_a_checkpoint_it_resumes_with_the_same_losses(inputs, tmp_p
     assert "nothing left to train" in (tmp_path / "again.log").read_text()
 
 
-@pytest.mark.parametrize("delay", [4.0, 8.0, 11.0, None])
-def test_ctrl_c_at_any_moment_leaves_nothing(inputs, tmp_path, delay):
-    output, log = tmp_path / "out", tmp_path / "log"
-    process = start("train.py", arguments(inputs, output, 1000), log)
-    try:
-        if delay is None:
-            wait_for(lambda: "rollout 1/1000" in log.read_text() or process.poll() is not None, "first rollout")
-        else:
-            time.sleep(delay)
-        os.killpg(process.pid, signal.SIGINT)  # the whole group, like a terminal does
-        assert process.wait(30) in (130, -signal.SIGINT)
-    finally:
-        process.kill()
-        process.wait(10)
-    assert_nothing_left(str(tmp_path))
-    assert "RayTaskError" not in log.read_text()
-
-
-def test_sigterm_saves_what_was_trained(inputs, tmp_path):
-    log = tmp_path / "log"
-    argv = arguments(inputs, tmp_path / "out", 1000, "--save", str(tmp_path / "ckpt"))
-    process = start("train.py", argv, log)
-    try:
-        wait_for(lambda: "rollout 2/1000" in log.read_text() or process.poll() is not None, "second rollout")
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(60) == 143
-    finally:
-        process.kill()
-        process.wait(10)
-    last = int((tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
-    assert last >= 1
-    assert (tmp_path / "ckpt" / "rollout" / f"global_dataset_state_dict_{last}.pt").exists()
-    assert_nothing_left(str(tmp_path))
-
-
 def test_async_trains_every_step_with_bounded_staleness(inputs, tmp_path):
-    argv = arguments(inputs, tmp_path / "out", 4, "--async-buffer-size", "2", "--update-weights-interval", "2")
+    ahead, interval, steps = 2, 2, 6
+    dumps = str(tmp_path / "dumps" / "{rollout_id}.pt")
+    extra = ["--async-buffer-size", str(ahead), "--update-weights-interval", str(interval)]
+    argv = arguments(inputs, tmp_path / "out", steps, *extra, "--save-debug-rollout-data", dumps)
     assert run("train_async.py", argv, tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    assert [row["train/step"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "train/loss" in row] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert series(tmp_path / "out", "train/step") == list(range(steps))
+    staleness = []
+    for step in range(steps):
+        (version,) = {v for sample in load_rollout(dumps, step) for v in sample.weight_versions}
+        trained = (int(version) - 1) * interval  # optimizer steps in the weights that generated this rollout
+        staleness.append(step - trained)
+    assert max(staleness) <= ahead + interval - 1
+    assert max(staleness) > 0  # it did run ahead
     assert_nothing_left(str(tmp_path))
 
 
 def test_two_ranks_and_two_engines_take_turns_colocated(inputs, tmp_path):
     counts = ["--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2"]
-    argv = arguments(
-        inputs, tmp_path / "out", 3, *counts, "--tensor-model-parallel-size", "2", "--max-logprob-diff", "1e-4"
-    )
-    assert run("train.py", [*argv, "--max-logprob-diff-action", "stop"], tmp_path / "log") == 0, (
-        tmp_path / "log"
-    ).read_text()
+    counts += ["--tensor-model-parallel-size", "2"]
+    bound = ["--max-logprob-diff", "1e-4", "--max-logprob-diff-action", "stop"]
+    argv = arguments(inputs, tmp_path / "out", 3, *counts, *bound)
+    assert run("train.py", argv, tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert len(series(tmp_path / "out", "train/loss")) == 3
     assert (tmp_path / "out" / "logs" / "trainer_1.log").exists()
     assert (tmp_path / "out" / "logs" / "engine_1.log").exists()
     assert_nothing_left(str(tmp_path))
-
-
-def test_a_recorded_rollout_trains_to_the_same_numbers_without_engines(inputs, tmp_path):
-    dumps = str(tmp_path / "dumps" / "{rollout_id}.pt")
-    common = ["--entropy-coef", "0.01"]
-    recorded = arguments(inputs, tmp_path / "a", 2, *common, "--save-debug-rollout-data", dumps)
-    assert run("train.py", recorded, tmp_path / "a.log") == 0, (tmp_path / "a.log").read_text()
-    replayed = arguments(inputs, tmp_path / "b", 2, *common, "--load-debug-rollout-data", dumps)
-    assert run("train.py", replayed, tmp_path / "b.log") == 0, (tmp_path / "b.log").read_text()
-    for key in ("train/loss", "train/grad_norm"):
-        assert series(tmp_path / "b", key) == series(tmp_path / "a", key)
-        assert len(series(tmp_path / "b", key)) == 2
-    assert not (tmp_path / "b" / "logs" / "engine_0.log").exists()
 
 
 def test_async_refuses_colocate(inputs, tmp_path):

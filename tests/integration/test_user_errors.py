@@ -97,6 +97,12 @@ MISTAKES = {
     "absent model": (["--hf-checkpoint", "nowhere"], ["--hf-checkpoint nowhere", "no such directory"]),
     "absent plug-in": (["--custom-rm-path", "reward.py"], ["--custom-rm-path reward.py", "no such file"]),
     "unavailable feature": (["--use-opd", "--opd-type", "sglang"], ["--use-opd", "not available in this version"]),
+    "engine without the feature": (
+        ["--sglang-quantization", "fp8", "--sglang-enable-metrics"],
+        ["--sglang-quantization fp8", "embedded engine"],
+    ),
+    "unknown placeholder": (["--save-hf", "hf/{step}"], ["--save-hf hf/{step}", "{rollout_id}"]),
+    "background save": (["--async-save"], ["--async-save", "not available in this version"]),
     "Megatron value": (["--hidden-size", "64"], ["--hidden-size", "32"]),
 }
 
@@ -115,6 +121,13 @@ def test_mistake(command: list[str], tmp_path: Path, name: str) -> None:
     assert [word for word in words if word not in errors] == []
     assert seconds < CPU_SECONDS
     assert not (tmp_path / "outputs").exists()
+
+
+def test_the_shipped_corrections_are_accepted(command: list[str], tmp_path: Path) -> None:
+    flags = ["--use-tis", "--custom-tis-function-path", "slime.backends.megatron_utils.loss.icepop_function"]
+    code, output, errors, _ = run([*command, *flags, "--dry-run"], tmp_path)
+    assert code == 0, errors
+    assert "Processes" in output
 
 
 def test_all_mistakes_of_a_command_line_are_reported_together(command: list[str], tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.aborts = 0
+        self.abort_latency_seconds = 0.0
+        self.cut_aborts = 0
         self.running = 0
         self.max_running = 0
         self.weight_version = "1"
@@ -110,7 +112,7 @@ class FakeEngine:
         app.router.add_post("/echo", self._echo)
         if self.workers is not None:
             app.router.add_get("/workers", self._list_workers)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -186,6 +188,11 @@ class FakeEngine:
         self.aborts += 1
         self._aborted.set()  # wakes what waits now, and nothing that comes later
         self._aborted = asyncio.Event()
+        try:
+            await asyncio.sleep(self.abort_latency_seconds)
+        except asyncio.CancelledError:  # the client has gone away
+            self.cut_aborts += 1
+            raise
         return web.Response()
 
     async def _loads(self, request: web.Request) -> web.Response:

@@ -20,13 +20,14 @@ from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.parallel import ParallelState  # noqa: E402
 from slime.config import Config, MegatronContext  # noqa: E402
 from slime.config.hf import read_hf_model  # noqa: E402
+from tests.support.checkpoints import with_start_settled  # noqa: E402
 from tests.support.gloo import Rank, free_port  # noqa: E402
 
 
 def make_config(
     model_dir: str | Path, megatron_argv: Sequence[str] = (), *, num_processes: int = 1, **sections: dict[str, Any]
 ) -> Config:
-    """A resolved configuration for training a checkpoint on the CPU.
+    """A resolved configuration for training a checkpoint on the CPU, its start settled as by the command line.
 
     Args:
         model_dir: Hugging Face directory.
@@ -44,7 +45,7 @@ def make_config(
         name: replace(getattr(base, name), **{**defaults.get(name, {}), **sections.get(name, {})})
         for name in {*defaults, *sections}
     }
-    config = replace(base, **changed)
+    config = with_start_settled(replace(base, **changed), megatron_argv)
     context = MegatronContext(
         hf=config.hf,
         cluster=config.cluster,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from slime.config import Config, EvalDatasetConfig
 from slime.config.schema import all_flag_specs
-from slime.plugin_checks import HOOKS, check_plugins
+from slime.plugin_checks import HOOKS, Hook, check_plugins
 
 
 def problems(tmp_path: Path, dest: str, text: str, name: str = "") -> list[str]:
@@ -32,6 +33,49 @@ def test_every_hook_is_a_flag_and_every_path_flag_is_a_hook() -> None:
 
 def test_defaults_are_not_loaded() -> None:
     assert check_plugins(Config()) == []
+
+
+def documented_functions(hook: Hook) -> list[tuple[str, str]]:
+    """The row's own documented forms as Python: source and name."""
+    found: list[tuple[str, str]] = []
+    for form in hook.expected.split(" or "):
+        if match := re.fullmatch(r"class with __init__\((.*)\)", form):
+            found.append((f"class Given:\n    def __init__(self, {match[1]}): ...\n", "Given"))
+        else:
+            match = re.fullmatch(r"(async )?(\w+)(\(.*\))", form)
+            assert match is not None, form
+            found.append((f"{match[1] or ''}def {match[2]}{match[3]}: ...\n", match[2]))
+    return found
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda h: h.dest)
+def test_a_function_with_the_documented_signature_is_accepted(tmp_path: Path, hook: Hook) -> None:
+    for number, (source, name) in enumerate(documented_functions(hook)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert problems(folder, hook.dest, source, name) == []
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda h: h.dest)
+def test_a_function_without_arguments_is_refused(tmp_path: Path, hook: Hook) -> None:
+    (problem,) = problems(tmp_path, hook.dest, "async def fn(): ...\n", "fn")
+    assert hook.dest.replace("_", "-") in problem
+
+
+def test_every_hook_says_what_it_is_called_with() -> None:
+    assert [h.dest for h in HOOKS if h.kind == "other" and not h.required and not h.keywords] == []
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw",
+        "*, pg_loss, **kw",
+        "args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths",
+    ],
+)
+def test_keyword_hooks_may_take_the_rest_by_kwargs(tmp_path: Path, parameters: str) -> None:
+    assert problems(tmp_path, "custom_tis_function_path", f"def fn({parameters}): ...\n") == []
 
 
 @pytest.mark.parametrize("hook", [h for h in HOOKS if h.required and h.kind == "other"], ids=lambda h: h.dest)

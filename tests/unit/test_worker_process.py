@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from slime import worker_process
 from slime.errors import DataError, WaitTimeoutError
 from slime.worker_process import WorkerCallError, WorkerDiedError, WorkerPool, WorkerProcess
 
@@ -109,3 +111,30 @@ def test_orphans_exit() -> None:
     parent.wait(10)
     parent.stdout.close()
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_worker_that_died_while_idle_costs_no_call() -> None:
+    pool = WorkerPool("test", 1)
+    pid = pool.submit("os:getpid", (), timeout_seconds=10).result()
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    other = pool.submit("os:getpid", (), timeout_seconds=10).result()
+    assert other != pid
+    assert pool.pids == {other}
+    pool.close()
+
+
+def test_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_KILL_TIMEOUT_SECONDS", 0.2)
+    pool = WorkerPool("test", 1)
+    pool.submit("os:getpid", (), timeout_seconds=10).result()
+    begun, go_on = threading.Event(), threading.Event()
+    pool._threads.submit(begun.set)
+    stuck = pool._threads.submit(go_on.wait, 10)
+    pool._calls.add(stuck)
+    begun.wait(5)
+    while not stuck.running():
+        time.sleep(0.01)
+    with pytest.raises(WaitTimeoutError, match=r"worker pool test waited 0.2 s for 1 calls to return"):
+        pool.close()
+    go_on.set()

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint import CheckpointException
 from slime.backends.megatron.checkpoint_dirs import CONFIG_FILE, StartPoint, begin_save, finish_save
 from slime.backends.megatron.export import load_hf
 from slime.backends.megatron.parallel import ParallelState
+from slime.backends.megatron.schedule import continue_optimizer
 from slime.config import Config
 from slime.errors import CheckpointError
 
@@ -118,7 +119,7 @@ def resume(trainable: Trainable, config: Config, parallel: ParallelState, point:
     ``--no-load-optim`` leaves optimizer and schedule fresh, ``--no-load-rng`` the random state.
 
     Raises:
-        CheckpointError: The checkpoint does not fit the model, or has no optimizer state.
+        CheckpointError: The checkpoint does not fit the model or the schedule, or has no optimizer state.
     """
     common = _load_common(point.path)
     with_optimizer = not config.megatron.get("no_load_optim", False)
@@ -139,8 +140,13 @@ def resume(trainable: Trainable, config: Config, parallel: ParallelState, point:
     trainable.load_model_state(loaded)
     if with_optimizer:
         with torch.no_grad():
-            trainable.optimizer.load_state_dict(loaded["optimizer"])
-        trainable.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+            continue_optimizer(
+                trainable.optimizer,
+                trainable.scheduler,
+                loaded["optimizer"],
+                loaded["opt_param_scheduler"],
+                warmup_is_share=config.megatron.get("lr_warmup_fraction") is not None,
+            )
     else:
         trainable.optimizer.reload_model_params()
     if with_rng:

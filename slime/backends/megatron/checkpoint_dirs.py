@@ -1,8 +1,8 @@
 """Checkpoints as directories: which exist, which is the newest, how one appears whole or not at all.
 
-Owns names, the tracker file, the order of renames, clean-up of what a killed save left, and the choice
-of what a run starts from. Knows nothing of their content. Tests hold: whatever moment a save is killed
-at, the tracker names a complete checkpoint.
+Owns names, the tracker file, the order of renames, and clean-up of what a killed save left. What a run
+starts from is settled in the configuration and only looked up here. Knows nothing of their content.
+Tests hold: whatever moment a save is killed at, the tracker names a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -67,27 +67,20 @@ def is_hf_dir(path: Path) -> bool:
 
 
 def start_point(config: Config) -> StartPoint:
-    """Choose where the actor starts: ``--load``, else ``--ref-load``, else ``--hf-checkpoint``.
+    """Where the actor starts, as the configuration settled it: ``checkpoint.load`` and ``checkpoint.resume``.
 
     Raises:
-        CheckpointError: None of them can be loaded, or a tracker names a checkpoint that is not there.
+        CheckpointError: It cannot be loaded, or a tracker names a checkpoint that is not there.
     """
-    settings, megatron = config.checkpoint, config.megatron
-    if settings.load is not None:
-        path = Path(settings.load)
-        if is_megatron_dir(path):
-            found = _megatron_point(path, megatron.get("ckpt_step"), flag="--load")
-            fresh = megatron.get("finetune", False) or found.iteration is None
-            return (
-                found if fresh else StartPoint(kind="megatron", path=found.path, iteration=found.iteration, resume=True)
-            )
-        if is_hf_dir(path):
-            return StartPoint(kind="hf", path=path)
-        if path.is_dir() and any(path.iterdir()):
-            logger.warning(
-                "--load %s holds neither %s nor config.json; starting from the initial weights", path, TRACKER
-            )
-    return reference_point(config)
+    settings = config.checkpoint
+    if settings.load is None:
+        return reference_point(config)
+    path = Path(settings.load)
+    if is_megatron_dir(path):
+        return replace(_megatron_point(path, settings.ckpt_step, flag="--load"), resume=settings.resume)
+    if is_hf_dir(path):
+        return StartPoint(kind="hf", path=path)
+    raise CheckpointError(f"--load {path}: neither {TRACKER} nor config.json is in it")
 
 
 def reference_point(config: Config) -> StartPoint:

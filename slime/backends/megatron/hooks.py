@@ -18,7 +18,7 @@ from slime.algorithms.corrections import Corrected, Correction, icepop, truncate
 from slime.backends.megatron.batches import MicroBatch
 from slime.config import ArgsView, Config
 from slime.errors import ConfigError, PluginError
-from slime.plugins import check_signature, load_plugin
+from slime.plugins import load_plugin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,37 +40,30 @@ def load_hooks(config: Config) -> TrainHooks:
     """Load every hook that a flag names.
 
     Raises:
-        PluginError: A path cannot be loaded, or a function lacks a needed parameter.
+        PluginError: A path cannot be loaded. Signatures are checked with the command line.
         ConfigError: ``--loss-type custom_loss`` without a function.
     """
     algorithm, train, rollout = config.algorithm, config.train, config.rollout
 
-    def load(path: str | None, flag: str, required: Sequence[str]) -> Any:
-        if path is None:
-            return None
-        fn = load_plugin(path, flag=flag, kind="other")
-        if required:
-            check_signature(fn, flag=flag, expected=f"fn({', '.join(required)})", required=required)
-        return fn
+    def load(path: str | None, flag: str) -> Any:
+        return None if path is None else load_plugin(path, flag=flag, kind="other")
 
     if algorithm.loss_type == "custom_loss" and algorithm.custom_loss_function_path is None:
         raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
     custom_loss = algorithm.custom_loss_function_path if algorithm.loss_type == "custom_loss" else None
     return TrainHooks(
         args=ArgsView(config),
-        loss=load(custom_loss, "--custom-loss-function-path", ()),
-        advantage=load(algorithm.custom_advantage_function_path, "--custom-advantage-function-path", ()),
-        tis=load(algorithm.custom_tis_function_path, "--custom-tis-function-path", ("pg_loss",)),
-        pg_loss_reducer=load(
-            algorithm.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path", ()
-        ),
-        rollout_data_postprocess=load(rollout.rollout_data_postprocess_path, "--rollout-data-postprocess-path", ()),
-        megatron_init=load(train.custom_megatron_init_path, "--custom-megatron-init-path", ()),
+        loss=load(custom_loss, "--custom-loss-function-path"),
+        advantage=load(algorithm.custom_advantage_function_path, "--custom-advantage-function-path"),
+        tis=load(algorithm.custom_tis_function_path, "--custom-tis-function-path"),
+        pg_loss_reducer=load(algorithm.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"),
+        rollout_data_postprocess=load(rollout.rollout_data_postprocess_path, "--rollout-data-postprocess-path"),
+        megatron_init=load(train.custom_megatron_init_path, "--custom-megatron-init-path"),
         before_log_prob=load(
-            train.custom_megatron_before_log_prob_hook_path, "--custom-megatron-before-log-prob-hook-path", ()
+            train.custom_megatron_before_log_prob_hook_path, "--custom-megatron-before-log-prob-hook-path"
         ),
         before_train_step=load(
-            train.custom_megatron_before_train_step_hook_path, "--custom-megatron-before-train-step-hook-path", ()
+            train.custom_megatron_before_train_step_hook_path, "--custom-megatron-before-train-step-hook-path"
         ),
     )
 

@@ -45,13 +45,17 @@ class ScoreSettings:
 
 
 class ModelPasses:
-    """This rank's model chunks and how to run micro-batches through them."""
+    """This rank's model chunks and how to run micro-batches through them.
+
+    ``on_progress``, if set, is called with what is run, the micro-batches done and their number.
+    """
 
     def __init__(self, chunks: Sequence[Any], parallel: ParallelState, settings: ScoreSettings) -> None:
         self.chunks = list(chunks)
         self.parallel = parallel
         self._settings = settings
         self._call_options: dict[str, Any] = {"fp32_output": False} if settings.half else {}
+        self.on_progress: Callable[[str, int, int], None] | None = None
 
     def run(
         self,
@@ -88,8 +92,10 @@ class ModelPasses:
             return output, partial(_finish, finish, micro_batch)
 
         iterators = [iter(micro_batches) for _ in self.chunks]
+        label = "log-probs" if forward_only else "training"
+        iterators[0] = self._counted(micro_batches, label)
         with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
+            collected = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -99,6 +105,16 @@ class ModelPasses:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+        if self.on_progress is not None:
+            self.on_progress(label, len(micro_batches), len(micro_batches))
+        return collected
+
+    def _counted(self, micro_batches: Sequence[MicroBatch], label: str) -> Iterator[MicroBatch]:
+        """The micro-batches; asking for one tells that those before it are done."""
+        for done, micro_batch in enumerate(micro_batches):
+            if self.on_progress is not None:
+                self.on_progress(label, done, len(micro_batches))
+            yield micro_batch
 
     def score(
         self, micro_batch: MicroBatch, logits: Tensor, *, with_entropy: bool, reuse_logits: bool = False

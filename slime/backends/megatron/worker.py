@@ -8,6 +8,7 @@ ranks unless they say otherwise.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,6 +62,7 @@ class MegatronWorker:
         _refuse_unsupported(config)
         self.config = config
         self.weight_version = 0
+        self.on_progress: Callable[[str, int, int], None] | None = None  # see ModelPasses; set it before init
         self._place = {"rank": rank, "world_size": world_size, "master_addr": master_addr, "master_port": master_port}
         self._timer = Timer()
         self._has_engines = False
@@ -96,7 +98,7 @@ class MegatronWorker:
         self._trainer = self._build_trainer()
         if config.checkpoint.start_rollout_id is not None:
             return config.checkpoint.start_rollout_id
-        return 0 if start.iteration is None or not start.resume else start.iteration + 1
+        return start.iteration + 1 if start.resume and start.iteration is not None else 0
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
         """Train one rollout: score, estimate advantages, all optimizer steps.
@@ -207,6 +209,7 @@ class MegatronWorker:
             half=config.train.precision != "fp32",
         )
         passes = ModelPasses(self.chunks, self.parallel, settings)
+        passes.on_progress = self.on_progress
         if config.rollout.keep_old_actor:
             self._old_actor = WeightSnapshot(self.chunks)
             self._rollout_actor = self._old_actor.clone()
@@ -243,3 +246,11 @@ def _refuse_unsupported(config: Config) -> None:
         problems.append("--use-routing-replay is not supported yet")
     if problems:
         raise ConfigError(problems)
+    if config.checkpoint.async_save:
+        logger.warning("--async-save: checkpoints are written in the foreground; training waits for them")
+    if config.rollout.rollout_top_p != 1.0:
+        logger.warning(
+            "--rollout-top-p %g: the trainer scores with the whole vocabulary, so its log-probs differ from the "
+            "truncated distribution that was sampled from",
+            config.rollout.rollout_top_p,
+        )

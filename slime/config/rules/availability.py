@@ -62,7 +62,10 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_routing_replay": _DEFAULT_ONLY,
     "use_rollout_routing_replay": _DEFAULT_ONLY,
     "use_stateless_adam": _DEFAULT_ONLY,
+    # Checkpoints
+    "async_save": _DEFAULT_ONLY,
     # Model
+    "model_name": _DEFAULT_ONLY,
     "allgather_cp": _DEFAULT_ONLY,
     "freeze_indexer": _DEFAULT_ONLY,
     "qwen_gdn_backend": _DEFAULT_ONLY,
@@ -84,6 +87,14 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "profile_target": _DEFAULT_ONLY,
 }
 """Field -> values that work in this version; an empty row: only the default."""
+
+UNAVAILABLE_EVAL_KEYS: frozenset[str] = frozenset(
+    {
+        "app_service", "eval_early_stop_idle_timeout", "eval_early_stop_remaining", "eval_task_timeout",
+        "message_processor", "min_eval_samples", "remote_environment", "reward_model",
+    }
+)  # fmt: skip
+"""Settings of an evaluation set in ``--eval-config`` that belong to the interface and that nothing reads."""
 
 UNAVAILABLE_MODEL_FLAGS: frozenset[str] = frozenset(
     {

@@ -8,6 +8,8 @@ from typing import Literal
 
 from slime.config.draft import Draft
 from slime.config.hf import LOADABLE_MODEL_TYPES, normalize_config, read_config_json
+from slime.config.rules.outputs import template_problems
+from slime.config.sections import CheckpointConfig
 from slime.errors import ConfigError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -61,25 +63,47 @@ def _reference(draft: Draft) -> None:
 
 
 def _load(draft: Draft) -> None:
-    """Follow the established order: a Megatron checkpoint resumes; else start from given weights."""
+    """Settle where training starts, for everyone: a Megatron ``--load`` resumes, anything else starts at 0."""
     checkpoint = draft.checkpoint
-    start = checkpoint.ref_load or draft.rollout.hf_checkpoint
-    if checkpoint.load is None:
-        draft.checkpoint = replace(checkpoint, load=start)
-        return
-    kind = classify_checkpoint(checkpoint.load)
-    if kind in ("megatron", "huggingface"):
-        draft.checkpoint = replace(checkpoint, resume=kind == "megatron")
-        return
-    same = checkpoint.save is not None and Path(checkpoint.save).absolute() == Path(checkpoint.load).absolute()
+    kind = None if checkpoint.load is None else classify_checkpoint(checkpoint.load)
+    if checkpoint.load is None or kind in ("empty", "missing"):
+        start = checkpoint.ref_load or draft.rollout.hf_checkpoint
+        if checkpoint.load is not None and not _may_start(draft, checkpoint.load, kind, start):
+            return
+        step = checkpoint.ref_ckpt_step if start == checkpoint.ref_load else None
+        draft.checkpoint = _from_the_start(replace(checkpoint, load=start, ckpt_step=step))
+    elif kind == "megatron" and "--finetune" not in draft.megatron_flags and not _is_release(checkpoint):
+        draft.checkpoint = replace(checkpoint, resume=True)
+    else:
+        draft.checkpoint = _from_the_start(checkpoint)
+
+
+def _from_the_start(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    first = 0 if checkpoint.start_rollout_id is None else checkpoint.start_rollout_id
+    return replace(checkpoint, resume=False, start_rollout_id=first)
+
+
+def _is_release(checkpoint: CheckpointConfig) -> bool:
+    """Whether ``--load`` holds weights without an iteration, as Megatron's converters write them."""
+    tracker = Path(checkpoint.load or "") / TRACKER_FILE
+    return checkpoint.ckpt_step is None and tracker.read_text(encoding="utf-8").strip() == "release"
+
+
+def _may_start(draft: Draft, load: str, kind: str | None, start: str | None) -> bool:
+    """Whether a ``--load`` without a checkpoint is the directory that this run will fill."""
+    save = draft.checkpoint.save
+    same = save is not None and Path(save).absolute() == Path(load).absolute()
     if kind == "missing" and not same:
         draft.problems.append(
-            f"--load {checkpoint.load}: no such directory; name a checkpoint, or leave --load out to start from "
+            f"--load {load}: no such directory; name a checkpoint, or leave --load out to start from "
             "--ref-load or --hf-checkpoint (a directory that does not exist yet is accepted when --save names it too)"
         )
-        return
-    draft.checkpoint = replace(checkpoint, load=start)
-    draft.notices.append(f"--load {checkpoint.load} holds no checkpoint yet: training starts from {start}")
+        return False
+    if draft.checkpoint.ckpt_step is not None:
+        draft.problems.append(f"--ckpt-step {draft.checkpoint.ckpt_step}: --load {load} holds no checkpoint")
+        return False
+    draft.notices.append(f"--load {load} holds no checkpoint yet: training starts from {start}")
+    return True
 
 
 def _save(draft: Draft) -> None:
@@ -94,6 +118,10 @@ def _save(draft: Draft) -> None:
             draft.problems.append(f"--save {checkpoint.save}: is a file; name a directory")
         if checkpoint.save_interval is None:
             draft.notices.append("--save without --save-interval: only the last rollout is saved")
+    if checkpoint.save is not None:
+        draft.problems += template_problems("--save", checkpoint.save, accepted=())
+    if checkpoint.save_hf is not None:
+        draft.problems += template_problems("--save-hf", checkpoint.save_hf)
     if checkpoint.save_hf is not None and "{rollout_id}" not in checkpoint.save_hf:
         draft.notices.append(
             f"--save-hf {checkpoint.save_hf}: has no {{rollout_id}}, so each save replaces the one before"

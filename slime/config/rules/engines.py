@@ -15,7 +15,11 @@ def resolve_engines(draft: Draft) -> None:
         wants_sglang = draft.cluster.device == "cuda" and draft.surroundings.sglang_installed
         backend = "sglang" if wants_sglang and is_available("rollout_backend", "sglang") else "embedded"
         draft.engine = replace(engine, rollout_backend=backend)
-    elif engine.rollout_backend == "sglang" and not draft.surroundings.sglang_installed:
+    elif (
+        engine.rollout_backend == "sglang"
+        and is_available("rollout_backend", "sglang")
+        and not draft.surroundings.sglang_installed
+    ):
         draft.problems.append(
             "--rollout-backend sglang: the package sglang is not installed; use embedded or install it"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.config.draft import Draft
 from slime.config.eval_datasets import build_eval_dataset_configs, pairs_from_flag, read_eval_file
+from slime.config.rules.availability import UNAVAILABLE_EVAL_KEYS
 from slime.config.rules.inputs import file_problem, first_row, reward_type_problem
 from slime.errors import ConfigError
 
@@ -50,6 +51,14 @@ def _build(draft: Draft) -> tuple[Any, ...]:
         defaults, raw, where = dict[str, Any](), pairs_from_flag(evaluation.eval_prompt_data), "--eval-prompt-data"
     else:
         return ()
+    unread = sorted(k for k in {*defaults, *(k for item in raw for k in item)} if k in UNAVAILABLE_EVAL_KEYS)
+    if unread:
+        raise ConfigError(
+            [
+                f"{where}: {key} is part of the interface but not available in this version; leave it out"
+                for key in unread
+            ]
+        )
     names = [str(item.get("name")) for item in raw]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:

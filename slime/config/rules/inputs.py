@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from slime.config.data_paths import DATA_SUFFIXES, parse_sliced_path
 from slime.config.draft import Draft
 from slime.config.flags import flag_specs
 from slime.config.sections import DataConfig, RolloutConfig
 
 REWARD_TYPES = ("deepscaler", "dapo", "f1", "gpqa", "ifbench", "math", "random", "remote_rm")
 """Built-in graders; ``boxed_`` may be put before any of them."""
-
-DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def resolve_inputs(draft: Draft) -> None:
@@ -41,15 +39,9 @@ def default_of(section: Any, dest: str) -> Any:
     return next(spec.default for spec in flag_specs(section, "") if spec.dest == dest)
 
 
-def split_slice(path: str) -> tuple[str, str | None]:
-    """``path@[a:b]`` as path and slice text; the slice is None without one."""
-    match = re.fullmatch(r"(.*)@\[(-?\d*:-?\d*)\]", path)
-    return (match[1], match[2]) if match else (path, None)
-
-
 def file_problem(path: str, flag: str) -> str | None:
     """Why a data file cannot be used, or None."""
-    file, _ = split_slice(path)
+    file, _ = parse_sliced_path(path)
     if "@[" in file:
         return f"{flag} {path}: a slice is written path@[start:end] with integers or nothing on each side"
     if not Path(file).exists():
@@ -100,7 +92,7 @@ def _columns(draft: Draft) -> None:
 
 def first_row(path: str) -> Mapping[str, Any] | None:
     """First row of a .jsonl file; None for other files or when it cannot be read (others report that)."""
-    file = Path(split_slice(path)[0])
+    file = Path(parse_sliced_path(path)[0])
     if file.suffix != ".jsonl":
         return None
     try:

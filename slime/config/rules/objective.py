@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.config.draft import Draft
+from slime.config.sections.algorithm import WHITENED_ESTIMATORS
 
 
 def check_objective(draft: Draft) -> None:
@@ -41,8 +42,7 @@ def _kl_problems(draft: Draft) -> list[str]:
         )
     if algorithm.kl_loss_coef != 0 and not algorithm.use_kl_loss:
         draft.notices.append(f"--kl-loss-coef {algorithm.kl_loss_coef:g} has no effect without --use-kl-loss")
-    needs_whitening = algorithm.advantage_estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    if needs_whitening and not algorithm.normalize_advantages:
+    if algorithm.advantage_estimator in WHITENED_ESTIMATORS and not algorithm.normalize_advantages:
         problems.append(f"--advantage-estimator {algorithm.advantage_estimator} needs --normalize-advantages")
     if algorithm.ref_update_interval is not None and not (algorithm.use_kl_loss or algorithm.kl_coef != 0):
         draft.notices.append("--ref-update-interval has no effect: no reference is used")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 
 from slime.config.draft import Draft
 
@@ -38,10 +40,28 @@ def _debug_modes(draft: Draft) -> None:
         draft.problems.append("--save-debug-train-data must not be equal to --save-debug-rollout-data.")
     for name in ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data"):
         template: str | None = getattr(debug, name)
-        if template is not None and "{rollout_id}" not in template:
+        if template is None:
+            continue
+        draft.problems += template_problems(draft.flag_of(name), template)
+        if "{rollout_id}" not in template:
             draft.notices.append(
                 f"{draft.flag_of(name)} {template}: has no {{rollout_id}}, so every rollout uses this file"
             )
+
+
+def template_problems(flag: str, template: str, *, accepted: Sequence[str] = ("rollout_id",)) -> list[str]:
+    """Why a path with placeholders cannot be filled in; it is tried once, as it will be for each rollout."""
+    wanted = " and ".join(f"{{{name}}}" for name in accepted) or "nothing"
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        unknown = [name for name in names if name not in accepted]
+        if not unknown:
+            template.format(**dict.fromkeys(accepted, 0))
+            return []
+        found = f"unknown placeholder {{{unknown[0]}}}"
+    except ValueError as error:
+        found = str(error)
+    return [f"{flag} {template}: {found}; {wanted} is filled in here"]
 
 
 def _output_dir(draft: Draft) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.config.draft import Draft
+from slime.config.layout import plan_layout
+from slime.config.sections import ClusterConfig
 
 
 def resolve_placement(draft: Draft) -> None:
@@ -103,11 +105,30 @@ def _offload(draft: Draft) -> None:
             draft.problems.append(f"--offload and {contradicted[0]} contradict each other; remove one")
         cluster = replace(cluster, offload_train=True, offload_rollout=True)
     default = cluster.colocate
-    draft.cluster = replace(
+    cluster = replace(
         cluster,
         offload_train=default if cluster.offload_train is None else cluster.offload_train,
         offload_rollout=default if cluster.offload_rollout is None else cluster.offload_rollout,
     )
+    draft.cluster = _keep_trainer_on_gpu(draft, cluster) if cluster.device == "cuda" else cluster
+
+
+def _keep_trainer_on_gpu(draft: Draft, cluster: ClusterConfig) -> ClusterConfig:
+    """The trainer cannot leave a GPU in this version; on a CPU there is nothing to move."""
+    asked = [
+        flag for name, flag in (("offload", "--offload"), ("offload_train", "--offload-train")) if name in draft.given
+    ]
+    if cluster.offload_train and asked:
+        draft.problems.append(
+            f"{asked[0]}: moving the training state off a GPU is part of the interface but not available in this "
+            "version; use --offload-rollout alone"
+        )
+    elif cluster.offload_train:
+        draft.notices.append(
+            "--colocate: the training state stays on the GPU while generating (moving it off is not available in "
+            "this version), so it needs room beside the engines"
+        )
+    return replace(cluster, offload_train=False)
 
 
 def _check_counts(draft: Draft) -> None:
@@ -134,11 +155,13 @@ def _check_counts(draft: Draft) -> None:
 
 def num_devices(draft: Draft) -> int:
     """Devices the run occupies: both sides, or the larger one when they share."""
-    cluster, debug = draft.cluster, draft.debug
-    rollout = cluster.rollout_num_gpus or 0
-    if debug.debug_rollout_only:
-        return rollout
-    return max(cluster.world_size, rollout) if cluster.colocate else cluster.world_size + rollout
+    layout = plan_layout(
+        draft.cluster,
+        debug_train_only=draft.debug.debug_train_only,
+        debug_rollout_only=draft.debug.debug_rollout_only,
+        external_engines=draft.rollout.rollout_external_engine_addrs is not None,
+    )
+    return layout.num_slots
 
 
 def _units(draft: Draft, count: int) -> str:

@@ -7,6 +7,9 @@ from typing import Literal
 
 from slime.config.flags import Section, flag
 
+WHITENED_ESTIMATORS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Estimators that are only sound with ``--normalize-advantages``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig(Section):

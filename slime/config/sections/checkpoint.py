@@ -17,6 +17,7 @@ class CheckpointConfig(Section):
         doc="Checkpoint to resume, or a Hugging Face directory. Holding neither: start from --ref-load or "
         "--hf-checkpoint.",
     )
+    ckpt_step: int | None = flag(None, at_least=0, doc="Iteration to read from --load. Default: the newest.")
     ref_load: str | None = flag(
         None, metavar="DIR", doc="Reference (and initial) weights: a checkpoint or a Hugging Face directory."
     )
@@ -34,4 +35,8 @@ class CheckpointConfig(Section):
     start_rollout_id: int | None = flag(
         None, at_least=0, doc="First rollout id. Default: one after the resumed checkpoint's, else 0."
     )
-    resume: bool = derived(False, doc="Whether --load holds a checkpoint of an earlier run to continue.")
+    resume: bool = derived(
+        False,
+        doc="Whether load is a checkpoint of an earlier run whose optimizer, "
+        "schedule, random state and iteration are continued. Without it a run starts at 0 from the weights of load.",
+    )

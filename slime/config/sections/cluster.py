@@ -23,8 +23,8 @@ class ClusterConfig(Section):
     rollout_num_gpus: int | None = flag(
         None,
         at_least=0,
-        doc="GPUs (on a CPU: processes) for generation in total. Unset with --colocate: the trainer's. 0: only a "
-        "router, no engines.",
+        doc="GPUs (on a CPU: processes) for generation in total. Unset: one engine's, with --colocate the "
+        "trainer's. 0 only with --debug-train-only.",
     )
     rollout_num_gpus_per_engine: int = flag(
         1, at_least=1, doc="GPUs of one engine (tensor-parallel times pipeline-parallel size)."
@@ -33,11 +33,15 @@ class ClusterConfig(Section):
         8, at_least=1, doc="GPUs of one node, for the placement of engines. Lower it when nodes have fewer than 8."
     )
     colocate: bool = flag(
-        False, doc="Training and generation share GPUs and take turns; both sides are offloaded by default."
+        False, doc="Training and generation share GPUs and take turns; each side makes room while the other works."
     )
     offload: bool = flag(False, doc="Short for --offload-train --offload-rollout.")
-    offload_train: bool | None = flag(None, doc="Move the training state off the GPU while generating.")
-    offload_rollout: bool | None = flag(None, doc="Release the engines' memory while training.")
+    offload_train: bool | None = flag(
+        None,
+        doc="Move the training state off the GPU while generating. Default: as --colocate, on a CPU, where "
+        "there is nothing to move; not available on CUDA in this version.",
+    )
+    offload_rollout: bool | None = flag(None, doc="Release the engines' memory while training. Default: as --colocate.")
     distributed_backend: str = flag(
         "nccl", choices=("nccl", "gloo"), doc="Process group backend of the trainer; gloo wherever --device is cpu."
     )
@@ -58,7 +62,10 @@ class ClusterConfig(Section):
     rollout_timeout_seconds: float = flag(14400.0, above=0, doc="Bound on generating one rollout or one evaluation.")
     save_timeout_seconds: float = flag(3600.0, above=0, doc="Bound on writing one checkpoint.")
     sigterm_save_timeout_seconds: float = flag(
-        120.0, above=0, doc="After SIGTERM: how long a training step in progress may take before the final save."
+        120.0,
+        above=0,
+        doc="After SIGTERM or SIGHUP: bound on finishing a training step in progress, saving and ending. Without "
+        "--save nothing is saved.",
     )
 
     @property

@@ -22,7 +22,7 @@ class LoggingConfig(Section):
         None, doc="Default: the environment variable WANDB_MODE, then online."
     )
     wandb_dir: str | None = flag(None, doc="Directory of its local files.")
-    wandb_key: str | None = flag(None, doc="API key of Weights & Biases.")
+    wandb_key: str | None = flag(None, secret=True, doc="API key of Weights & Biases; written nowhere.")
     wandb_host: str | None = flag(None, doc="Server of Weights & Biases.")
     wandb_team: str | None = flag(None, doc="Entity (team) the run belongs to.")
     wandb_group: str | None = flag(None, doc="Group; also the name of the run.")

@@ -44,7 +44,7 @@ class RolloutConfig(Section):
     rollout_stop: tuple[str, ...] | None = flag(None, metavar="TEXT", doc="Stop strings.")
     rollout_stop_token_ids: tuple[int, ...] | None = flag(None, metavar="ID", doc="Stop token ids.")
     rollout_shuffle: bool = flag(False, doc="Shuffle prompts each epoch with seed --rollout-seed plus the epoch.")
-    rollout_seed: int = flag(42, doc="Seed of the prompt order and of sampling in deterministic mode.")
+    rollout_seed: int = flag(42, doc="Seed of the prompt order and of sampling in the engines.")
     over_sampling_batch_size: int | None = flag(
         None, at_least=1, doc="Groups taken per refill; at least and by default --rollout-batch-size."
     )
@@ -67,7 +67,9 @@ class RolloutConfig(Section):
         metavar="PATH",
         doc="Generation of one sample: pkg.module.function, pkg.module:function, file.py:function or file.py.",
     )
-    max_turns: int = flag(10, at_least=1, doc="args.max_turns: assistant turns of a multi-turn generate function.")
+    max_turns: int = flag(
+        10, at_least=1, doc="For plug-ins only, as args.max_turns: assistant turns of a multi-turn generate function."
+    )
     rollout_sample_hook_path: tuple[str, ...] = flag(
         (), append=True, metavar="PATH", doc="Hook (args, sample, ...) run on each finished sample; repeatable."
     )

@@ -250,7 +250,7 @@ class Engine:
                 if self._may_step():
                     self.scheduler.step()
             self.failure = RequestError("the server is stopping", 503)
-        except Exception as error:
+        except Exception as error:  # thread boundary: a failed step must reach every client and /health
             logger.exception("the model thread failed")
             self.failure = error
         self._fail_pending()

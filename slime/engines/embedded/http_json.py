@@ -53,6 +53,6 @@ async def report_errors(
         return error_reply(f"{request.method} {request.path}: {error.reason}", error.status)
     except SlimeError as error:
         return error_reply(str(error), 500)
-    except Exception as error:
+    except Exception as error:  # request boundary: one bad request must not take the others down
         logger.exception("%s %s failed", request.method, request.path)
         return error_reply(f"{request.method} {request.path} failed: {error!r}", 500)

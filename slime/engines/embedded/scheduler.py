@@ -106,14 +106,17 @@ class Scheduler:
             logits = firsts if logits is None else torch.cat((logits, firsts))
         if logits is not None:
             self._draw(logits, drawing + [request for request, _ in ready])
+        # A client learns of the end when the memory is free again: it may look at the load or flush at once.
         for request, entry in ready:
             if request.finish is None:
                 self._place(request, entry)
             else:
                 self._cache.release(entry)
+                self._leave(request)
         for request in drawing:
             if request.finish is not None:
                 self._drop_row(request, keep=True)
+                self._leave(request)
 
     @torch.inference_mode()
     def abort(self, matches: Callable[[Request], bool], message: str) -> int:
@@ -172,7 +175,7 @@ class Scheduler:
             self.waiting.popleft()
 
     def _with_room(self, action: Callable[[], None], tokens: int) -> bool:
-        """Run ``action``; if memory is short, evict kept prompts and try again. False if it still does not fit."""
+        """Run ``action``; if memory is short, evict kept prompts and try again; False if it does not fit."""
         for is_last in (False, True):
             try:
                 action()
@@ -315,9 +318,7 @@ class Scheduler:
         for i, request in enumerate(requests):
             top, kept = drawn.top.get(i), drawn.kept.get(i)
             request.append(drawn.tokens[i], drawn.log_probs[i], self.weight_version, top, kept)
-            if request.finish is not None:
-                self._leave(request)
-            elif request.wants_progress:
+            if request.finish is None and request.wants_progress:
                 request.progress()
 
     def _place(self, request: Request, entry: PrefixEntry) -> None:

@@ -6,16 +6,18 @@ import pytest
 import ray
 
 from slime.cluster.guardian import marked_processes
-from slime.cluster.placement import Placement, plan_layout
+from slime.cluster.placement import Placement
 from slime.cluster.ray_session import guarded_processes, ray_session
 from slime.cluster.trainer import TrainerGroup
-from slime.config import ClusterConfig, Config, TrainConfig
+from slime.config import ClusterConfig, Config, DebugConfig, TrainConfig
 from slime.errors import ConfigError, TrainerError, WaitTimeoutError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 CLUSTER = ClusterConfig(device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=0, train_step_timeout_seconds=3.0)
-CONFIG = Config(cluster=CLUSTER, train=TrainConfig(train_env_vars={"FROM_FLAG": "yes"}))
+CONFIG = Config(
+    cluster=CLUSTER, train=TrainConfig(train_env_vars={"FROM_FLAG": "yes"}), debug=DebugConfig(debug_train_only=True)
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +30,7 @@ def session():
 
 @pytest.fixture
 def group(session, tmp_path):
-    layout = plan_layout(CLUSTER, debug_train_only=True, debug_rollout_only=False, external_engines=False)
-    placement = Placement(layout, device="cpu", timeout_seconds=30)
+    placement = Placement(CONFIG.layout, device="cpu", timeout_seconds=30)
     group = TrainerGroup(CONFIG, placement, tmp_path, worker_path="tests.integration.cluster.standins:StandInWorker")
     try:
         assert group.init() == 3
@@ -70,7 +71,7 @@ def test_a_hung_rank_is_a_bounded_wait_with_its_stack_in_its_log(group, tmp_path
 
 def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(session):
     large = dataclasses.replace(CLUSTER, actor_num_gpus_per_node=5)
-    layout = plan_layout(large, debug_train_only=True, debug_rollout_only=False, external_engines=False)
+    layout = dataclasses.replace(CONFIG, cluster=large).layout
     with pytest.raises(ConfigError, match=r"needs 5 CPU slots .* has 2"):
         Placement(layout, device="cpu", timeout_seconds=5)
 

@@ -22,7 +22,7 @@ SHORT = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
 @pytest.fixture(scope="module")
 def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A deeper model than elsewhere: long requests must still run when a test gets round to disturbing them."""
-    path = make_tiny_model(tmp_path_factory.mktemp("deep"), "qwen3", num_hidden_layers=10)
+    path = make_tiny_model(tmp_path_factory.mktemp("deep"), "qwen3", num_hidden_layers=4)
     with engine_process(path, "--max-total-tokens", "100000") as url:
         yield url
 

@@ -172,7 +172,7 @@ def test_reference_stays_when_the_actor_resumes(model_dir: Path, tmp_path: Path)
         losses(worker, BATCHES[:1])
         worker.save(0)
         want = losses(worker, BATCHES[1:2])
-    resumed = replace(config, checkpoint=replace(config.checkpoint, load=str(tmp_path)))
+    resumed = replace(config, checkpoint=config_for(model_dir, tmp_path, load=tmp_path).checkpoint)
     with running_worker(resumed) as worker:
         assert losses(worker, BATCHES[1:2]) == want
     assert abs(want[0]["train/kl_loss"]) > 1e-5

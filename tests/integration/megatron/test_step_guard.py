@@ -74,13 +74,6 @@ def test_a_fully_masked_sample_is_harmless(model_dir: Path) -> None:
     assert metrics["train/grad_norm"] > 0
 
 
-def test_max_logprob_diff_warns_or_stops(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(model_dir, algorithm={"max_logprob_diff": 0.01})
-    assert "--max-logprob-diff 0.01" in caplog.text
-    with pytest.raises(TrainerError, match="--max-logprob-diff"):
-        run(model_dir, algorithm={"max_logprob_diff": 0.01, "max_logprob_diff_action": "stop"})
-
-
 def test_ci_checks(model_dir: Path, tmp_path: Path) -> None:
     loose = {"ci_test": True, "ci_train_rollout_logprob_abs_diff_threshold": 100.0}
     norms = str(tmp_path / "{role}-{rollout_id}-{step_id}.json")

@@ -1,12 +1,9 @@
 import dataclasses
 import sys
 
-import pytest
-
-from slime.cluster.engine_commands import engine_command, flags_of, resolve_backend
+from slime.cluster.engine_commands import engine_command, flags_of
 from slime.cluster.router import router_values
 from slime.config import ClusterConfig, Config, EngineConfig, RolloutConfig, TrainConfig
-from slime.errors import ConfigError
 
 
 def make_config(**sections):
@@ -14,6 +11,7 @@ def make_config(**sections):
         cluster=ClusterConfig(device="cpu", rollout_num_gpus=2),
         train=TrainConfig(precision="fp32"),
         rollout=RolloutConfig(hf_checkpoint="/models/tiny"),
+        engine=EngineConfig(rollout_backend="embedded"),
     )
     return dataclasses.replace(base, **sections)
 
@@ -25,33 +23,28 @@ def test_flags_of_values():
 
 def test_embedded_command_has_address_precision_and_the_users_values_last():
     config = make_config(sglang={"context_length": 512, "dtype": "bfloat16"})
-    command = engine_command(config, "embedded", index=1, host="127.0.0.1", port=15001, base_gpu_id=0)
+    command = engine_command(config, index=1, host="127.0.0.1", port=15001, base_gpu_id=0)
     assert command[:3] == [sys.executable, "-m", "slime.engines.server"]
     pairs = dict(zip(command[3::2], command[4::2], strict=True))
     assert pairs["--model-path"] == "/models/tiny"
     assert pairs["--port"] == "15001"
     assert pairs["--dtype"] == "bfloat16"
     assert pairs["--context-length"] == "512"
-    assert pairs["--random-seed"] == "1235"
+    assert pairs["--random-seed"] == "43"  # --rollout-seed plus the engine's number
+    config = make_config(sglang={"cuda_graph_max_bs": 8})
+    assert "--cuda-graph-max-bs" not in engine_command(config, index=0, host="h", port=1, base_gpu_id=0)
 
 
 def test_sglang_command_divides_tensor_from_pipeline_parallel():
     cluster = ClusterConfig(device="cuda", rollout_num_gpus=8, rollout_num_gpus_per_engine=4, offload_rollout=True)
-    config = make_config(cluster=cluster, sglang={"pp_size": 2, "log_level": "info"})
-    command = engine_command(config, "sglang", index=1, host="h", port=1, base_gpu_id=4)
+    config = make_config(
+        cluster=cluster, engine=EngineConfig(rollout_backend="sglang"), sglang={"pp_size": 2, "log_level": "info"}
+    )
+    command = engine_command(config, index=1, host="h", port=1, base_gpu_id=4)
     assert command[2] == "sglang.launch_server"
     assert command[command.index("--tp-size") + 1] == "2"
     assert command[command.index("--base-gpu-id") + 1] == "4"
     assert "--enable-memory-saver" in command
-
-
-def test_backend_resolution():
-    cpu, gpu = make_config(), make_config(cluster=ClusterConfig(device="cuda"))
-    assert resolve_backend(cpu, sglang_installed=True) == "embedded"
-    assert resolve_backend(gpu, sglang_installed=True) == "sglang"
-    assert resolve_backend(gpu, sglang_installed=False) == "embedded"
-    with pytest.raises(ConfigError, match="--rollout-backend"):
-        resolve_backend(make_config(engine=EngineConfig(rollout_backend="sglang")), sglang_installed=False)
 
 
 def test_router_defaults_and_the_users_policy():

@@ -50,6 +50,10 @@ class Engines:
     def weight_versions(self):
         return self.versions
 
+    def close(self, timeout_seconds):
+        self.devices.kv = False
+        self.devices.note("engines end")
+
     def check(self):
         pass
 
@@ -58,8 +62,9 @@ class Trainer:
     def __init__(self, devices, engines):
         self.devices, self.engines = devices, engines
         self.version = 0
+        self.save_limits = []
 
-    def wake_up(self):
+    def wake_up(self, timeout_seconds=None):
         self.devices.trainer = True
         self.devices.note("trainer wakes")
 
@@ -88,9 +93,10 @@ class Trainer:
     def step_metrics(self):
         return []
 
-    def save(self, step):
+    def save(self, step, timeout_seconds=None):
         assert self.devices.trainer
         self.devices.note(f"save {step}")
+        self.save_limits.append(timeout_seconds)
 
     def save_hf(self, path):
         self.devices.note(f"export {Path(path).name}")
@@ -109,15 +115,18 @@ class Rollouts:
         return f"batch {step}", step
 
     def report(self, reference, step):
-        return RolloutReport(rollout_id=step, num_samples=2, metrics={"rollout/raw_reward": 0.5}, plugin_rows=[])
+        return RolloutReport(
+            rollout_id=step,
+            num_samples=2,
+            metrics={"rollout/raw_reward": 0.5},
+            plugin_rows=[],
+            data_state=f"state after {step}".encode(),
+        )
 
     def evaluate(self, step):
         assert self.devices.kv or not self.must_be_awake
         self.devices.note(f"evaluate {step}")
         return {"eval/held": 0.5}, []
-
-    def save(self, step):
-        self.devices.note(f"save data {step}")
 
 
 @pytest.fixture
@@ -169,7 +178,7 @@ def test_colocated_sides_take_turns(make_run, tmp_path):
     run, devices = make_run(colocate=True, num_rollout=1, checkpoint=save)
     loop(run)
     first = ["engines resume weights", "connect", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
-    step = ["generate 0", "engines release", "trainer wakes", "train batch 0", "save data 0", "save 0", "export hf-0"]
+    step = ["generate 0", "engines release", "trainer wakes", "train batch 0", "save 0", "export hf-0"]
     again = ["engines resume weights", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
     assert devices.log == first + step + again
 
@@ -227,14 +236,51 @@ def test_a_run_that_is_told_to_end_saves_what_it_trained_once(make_run, tmp_path
     run, devices = make_run(checkpoint=CheckpointConfig(save=str(tmp_path / "ckpt")))
     run.save_before_exit(1)
     assert not any(e.startswith("save") for e in devices.log)
-    steps = run.steps()
-    run.trainer.train(next(steps), run.rollout.generate(0))
-    run.trainer.in_progress = 1  # interrupted while step 1 trained; it is complete once the ranks are idle
+    run.trainer.train(0, run.rollout.generate(0))
+    run.trainer.in_progress = run.rollout.generate(1).report  # interrupted; complete once the ranks are idle
     run.save_before_exit(1)
-    run.trainer.in_progress = None
-    run.trainer.last_trained = 1
+    run.trainer.last_trained, run.trainer.in_progress = run.trainer.in_progress, None
     run.save_before_exit(1)
-    assert [e for e in devices.log if e.startswith("save ")] == ["save data 1", "save 1"]
+    assert [e for e in devices.log if e.startswith("save ")] == ["save 1"]
+    assert state_file(tmp_path, 1).read_text() == "state after 1"
+    (limit,) = run._group.save_limits
+    assert 0 < limit <= 1  # what is left of the whole time, not the bound of an ordinary save
+
+
+def test_a_save_needs_nothing_of_a_rollout_process_that_is_busy_ahead(make_run, tmp_path):
+    run, devices = make_run(num_rollout=4, checkpoint=CheckpointConfig(save=str(tmp_path / "ckpt")))
+    rollouts = [run.rollout.generate(step) for step in range(3)]
+    asked = len(devices.log)
+    run.trainer.train(0, rollouts[0])
+    run.save(0)
+    assert devices.log[asked:] == ["train batch 0", "save 0"]
+    assert state_file(tmp_path, 0).read_text() == "state after 0"
+
+
+def test_told_to_end_while_colocated_engines_generate_it_ends_them_first(make_run, tmp_path):
+    run, devices = make_run(colocate=True, checkpoint=CheckpointConfig(save=str(tmp_path / "ckpt")))
+    run.sync_weights()
+    rollout = run.rollout.generate(0)
+    with run.training():
+        run.trainer.train(0, rollout)
+    with run.generating():
+        assert devices.kv
+    run.save_before_exit(5)
+    assert devices.log[-3:] == ["engines end", "trainer wakes", "save 0"]
+
+
+def state_file(tmp_path, step):
+    return tmp_path / "ckpt" / "rollout" / f"global_dataset_state_dict_{step}.pt"
+
+
+def test_transfer_and_whole_sync_are_two_numbers(make_run, tmp_path):
+    run, _ = make_run(num_rollout=1)
+    run._group.update_weights = lambda check: {"perf/update_weights_time": 0.0}
+    run._verify_versions = lambda: None
+    loop(run)
+    row = next(r for r in read_metrics(tmp_path / "metrics.jsonl") if "rollout/step" in r)
+    assert row["perf/update_weights_time"] == 0.0
+    assert row["perf/sync_time"] > 0
 
 
 def test_step_records_have_times_and_throughput(make_run, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 
 from slime.cli import LazyMegatronFamily, _router_family
 from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG, ArgparseFamily, strict_parser
-from slime.config.engine_flags import SGLANG_ALIASES, SGLANG_DEFAULTS, SGLANG_FLAGS, SGLANG_OWNED
+from slime.config.engine_flags import SGLANG_ALIASES, SGLANG_DEFAULTS, SGLANG_FLAGS, SGLANG_OWNED, SGLANG_SECRETS
 from slime.config.megatron_flags import MEGATRON_FLAGS
-from slime.config.router_flags import ROUTER_FLAGS, ROUTER_FORCED, ROUTER_OWNED
+from slime.config.router_flags import ROUTER_FLAGS, ROUTER_OWNED, ROUTER_PRESETS, ROUTER_SECRETS
 from slime.errors import ConfigError
 
 # Engine flags that shipped commands use.
@@ -38,7 +38,8 @@ def test_tables_are_consistent() -> None:
     assert not set(ROUTER_FLAGS) & set(ROUTER_OWNED)
     assert set(SGLANG_ALIASES.values()) <= set(SGLANG_FLAGS)
     assert set(SGLANG_DEFAULTS) == set(SGLANG_FLAGS)
-    assert set(ROUTER_FORCED) <= set(ROUTER_FLAGS)
+    assert {*ROUTER_PRESETS, *ROUTER_SECRETS} <= set(ROUTER_FLAGS)
+    assert set(SGLANG_FLAGS) >= SGLANG_SECRETS
 
 
 @pytest.mark.parametrize(

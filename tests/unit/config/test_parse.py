@@ -3,14 +3,19 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slime.config import ArgsView, Config
 from slime.config.engine_families import ArgparseFamily, strict_parser
+from slime.config.engine_flags import SGLANG_FLAGS, SGLANG_SECRETS
 from slime.config.parse import parse
+from slime.config.router_flags import ROUTER_FLAGS, ROUTER_SECRETS
+from slime.config.schema import all_flag_specs
 from slime.errors import ConfigError
 
 from .conftest import FakeMegatron, Run
@@ -37,8 +42,7 @@ def test_families_are_split_by_leading_flag(run: Run) -> None:
     assert config.megatron.argv == ("--lr", "1e-5", "--tensor-model-parallel-size", "2", "--recompute-activations")
     assert config.megatron.tensor_model_parallel_size == 2
     assert config.sglang == {"mem_fraction_static": 0.8, "cuda_graph_bs": [1, 2, 4]}
-    assert config.router["policy"] == "round_robin"
-    assert config.router["balance_abs_threshold"] == 10
+    assert config.router == {"policy": "round_robin"}
     assert config.engine.sglang_server_concurrency == 7
     (context,) = megatron.contexts
     assert (context.world_size, context.device, context.precision) == (2, "cpu", "fp32")
@@ -101,6 +105,26 @@ def test_config_survives_json_and_pickle(run: Run, tmp_path: Path) -> None:
     json.loads(config.to_json())
 
 
+def test_secrets_are_not_written(run: Run) -> None:
+    config = run("--wandb-key hush-1 --router-api-key hush-2")
+    assert config.logging.wandb_key == "hush-1"
+    assert config.router["api_key"] == "hush-2"
+    config = replace(config, sglang={"api_key": "hush-3"})
+    assert "hush" not in config.to_json()
+    again = Config.from_json(config.to_json())
+    assert again == replace(config, sglang={}, router={}, logging=replace(config.logging, wandb_key=None))
+
+
+def test_every_flag_that_sounds_like_a_secret_is_one() -> None:
+    suspicious = {s.dest for s in all_flag_specs() if re.search(r"password|secret|token$|(^|_)key$", s.dest)}
+    columns = {
+        s for s in suspicious if s.endswith(("input_key", "label_key", "metadata_key", "tool_key", "reward_key"))
+    }
+    assert suspicious - columns == {s.dest for s in all_flag_specs() if s.info.secret}
+    for table, secrets in ((SGLANG_FLAGS, SGLANG_SECRETS), (ROUTER_FLAGS, ROUTER_SECRETS)):
+        assert {n for n in table if re.search(r"password|api_key|_url$", n)} == secrets
+
+
 def test_json_with_a_wrong_value_is_refused(run: Run) -> None:
     data = json.loads(run().to_json())
     data["rollout"]["rollout_temperature"] = 0
@@ -139,6 +163,22 @@ def test_custom_config_overrides_adds_and_reaches_megatron(run: Run, tmp_path: P
 def test_custom_config_faults(problems: Problems, tmp_path: Path, text: str, words: str) -> None:
     (problem,) = problems(write_yaml(tmp_path, text))
     assert "--custom-config-path" in problem
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sglang_page_size: 7", "give --sglang-page-size on the command line"),
+        ("router-policy: random", "give --router-policy on the command line"),
+        ("rolout_seed: 3", "did you mean rollout_seed?"),
+        ("tensor_model_paralel_size: 2", "did you mean tensor_model_parallel_size?"),
+    ],
+)
+def test_custom_entries_that_would_do_nothing_are_refused(
+    problems: Problems, tmp_path: Path, text: str, words: str
+) -> None:
+    (problem,) = problems(write_yaml(tmp_path, text))
     assert words in problem
 
 

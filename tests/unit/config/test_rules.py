@@ -12,7 +12,7 @@ from slime.config.draft import Draft, Surroundings
 from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint
 from slime.config.rules.outputs import resolve_outputs
 
-from .conftest import Run, write_model
+from .conftest import FakeMegatron, Run, write_model
 
 Problems = Callable[..., list[str]]
 
@@ -62,10 +62,22 @@ def test_a_machine_without_gpu_is_told_what_runs(run: Run) -> None:
 
 def test_colocate_shares_and_offloads(run: Run, cuda: Surroundings) -> None:
     flags = "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8"
-    config = run(flags, surroundings=cuda)
+    config = run(flags)
     assert (config.cluster.offload_train, config.cluster.offload_rollout) == (True, True)
-    config = run(flags + " --no-offload-train", surroundings=cuda)
+    config = run(flags + " --no-offload-train")
     assert (config.cluster.offload_train, config.cluster.offload_rollout) == (False, True)
+
+
+def test_the_trainer_cannot_leave_a_gpu(run: Run, problems: Problems, cuda: Surroundings) -> None:
+    config = run("--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8", surroundings=cuda)
+    assert (config.cluster.offload_train, config.cluster.offload_rollout) == (False, True)
+    assert "the training state stays on the GPU" in notices(config)
+    for flag in ("--offload", "--offload-train"):
+        (problem,) = problems(flag, surroundings=cuda)
+        assert f"{flag}: " in problem
+        assert "not available in this version" in problem
+    quiet = run("--no-offload-train --colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8", surroundings=cuda)
+    assert "the training state stays" not in notices(quiet)
 
 
 def test_rollout_gpus_default_to_the_trainers_when_colocated(run: Run, model_dir: Path, prompts: Path) -> None:
@@ -266,12 +278,65 @@ def test_load_resumes_only_a_megatron_checkpoint(run: Run, tmp_path: Path, model
     assert run().checkpoint.load == str(model_dir)
 
 
+def megatron_dir(folder: Path, tracker: str = "7") -> Path:
+    folder.mkdir()
+    (folder / TRACKER_FILE).write_text(tracker)
+    return folder
+
+
+def test_only_resuming_continues_iterations(run: Run, tmp_path: Path) -> None:
+    """Whatever is not resumed starts at 0, from whichever directory its weights come."""
+    saved, ref, empty = megatron_dir(tmp_path / "saved"), megatron_dir(tmp_path / "ref"), tmp_path / "empty"
+    release = megatron_dir(tmp_path / "release", "release")
+    empty.mkdir()
+
+    def start(flags: str) -> tuple[str | None, int | None, bool, int | None]:
+        found = run(flags, megatron=Finetunable()).checkpoint
+        return found.load, found.ckpt_step, found.resume, found.start_rollout_id
+
+    assert start(f"--load {saved}") == (str(saved), None, True, None)
+    assert start(f"--load {saved} --ckpt-step 3") == (str(saved), 3, True, None)
+    assert start(f"--load {saved} --ref-load {saved}") == (str(saved), None, True, None)
+    assert start(f"--load {saved} --finetune") == (str(saved), None, False, 0)
+    assert start(f"--load {release}") == (str(release), None, False, 0)
+    assert start(f"--load {empty} --ref-load {ref}") == (str(ref), None, False, 0)
+    assert start(f"--ref-load {ref} --ref-ckpt-step 5") == (str(ref), 5, False, 0)
+    assert start(f"--ref-load {ref} --start-rollout-id 4") == (str(ref), None, False, 4)
+    assert start("")[2:] == (False, 0)
+
+
+class Finetunable(FakeMegatron):
+    NAMES = FakeMegatron.NAMES | {"--finetune"}
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-hf", "--save-debug-rollout-data", "--load-debug-rollout-data"])
+@pytest.mark.parametrize(
+    ("path", "accepted"),
+    [
+        ("out/{rollout_id}", True),
+        ("out/{rollout_id:06d}", True),
+        ("out/{step}", False),
+        ("out/{}", False),
+        ("out/{rollout_id", False),
+        ("out/{rollout_id:q}", False),
+        ("out", True),
+    ],
+)
+def test_templates_are_tried(run: Run, problems: Problems, flag: str, path: str, accepted: bool) -> None:
+    if accepted and not (flag == "--save" and "{" in path):
+        run([flag, path])
+    else:
+        found = problems([flag, path])
+        assert any(f"{flag} {path}: " in problem for problem in found), found
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--load nowhere", "--load nowhere: no such directory"),
         ("--ref-load nowhere", "--ref-load nowhere: no such directory"),
         ("--ref-load .", "holds neither"),
+        ("--load . --ckpt-step 3", "--ckpt-step 3: --load . holds no checkpoint"),
     ],
 )
 def test_checkpoint_faults(problems: Problems, flags: str, words: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slime.config import Config
+from slime.config.data_paths import parse_sliced_path
 from slime.config.draft import Surroundings
 from slime.config.rules.availability import AVAILABLE_VALUES, is_available
-from slime.config.rules.inputs import split_slice
 from slime.config.schema import all_flag_specs
 
 from .conftest import Run
@@ -75,14 +75,17 @@ def test_known_graders(run: Run, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("a.jsonl", ("a.jsonl", None)),
-        ("a.jsonl@[0:10]", ("a.jsonl", "0:10")),
-        ("a.jsonl@[-5:]", ("a.jsonl", "-5:")),
-        ("a@[x]", ("a@[x]", None)),
+        ("a.jsonl", ("a.jsonl", slice(None))),
+        ("a@b.jsonl", ("a@b.jsonl", slice(None))),
+        ("a.jsonl@[0:10]", ("a.jsonl", slice(0, 10))),
+        ("a.jsonl@[-5:]", ("a.jsonl", slice(-5, None))),
+        ("a.jsonl@[:]", ("a.jsonl", slice(None))),
+        ("a.jsonl@[-:]", ("a.jsonl@[-:]", slice(None))),
+        ("a@[x]", ("a@[x]", slice(None))),
     ],
 )
-def test_slices(path: str, expected: tuple[str, str | None]) -> None:
-    assert split_slice(path) == expected
+def test_slices(path: str, expected: tuple[str, slice]) -> None:
+    assert parse_sliced_path(path) == expected
 
 
 # Evaluation

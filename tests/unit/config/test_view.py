@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from slime.cluster.router import router_values
 from slime.config import ArgsView, Config
 from slime.config.engine_flags import SGLANG_FLAGS
+from slime.config.router_flags import ROUTER_PRESETS
 from slime.config.schema import all_flag_specs
 
 from .conftest import Run
@@ -23,7 +26,7 @@ def test_engine_attributes_always_exist(run: Run) -> None:
     args = ArgsView(Config())
     assert all(f"sglang_{name}" in args for name in SGLANG_FLAGS)
     assert args.sglang_speculative_algorithm is None
-    given = ArgsView(run("--sglang-dp-size 2 --sglang-speculative-algorithm EAGLE --router-policy random"))
+    given = ArgsView(replace(run("--router-policy random"), sglang={"dp_size": 2, "speculative_algorithm": "EAGLE"}))
     assert (given.sglang_dp_size, given.sglang_data_parallel_size) == (2, 2)
     assert given.sglang_speculative_algorithm == "EAGLE"
     assert (given.router_policy, given.router_log_level) == ("random", "warn")
@@ -69,7 +72,17 @@ def test_it_can_be_copied_and_pickled() -> None:
 
 def test_custom_entries_win_over_defaults(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("sglang_page_size: 7\nanything: x\n")
+    file.write_text("max_turns: 7\nanything: x\n")
     args = ArgsView(run(f"--custom-config-path {file}"))
-    assert (args.sglang_page_size, args.anything) == (7, "x")
+    assert (args.max_turns, args.anything) == (7, "x")
     assert "anything" in dir(args)
+
+
+def test_router_attributes_are_what_the_router_is_told(run: Run) -> None:
+    for flags in ("", "--router-policy cache_aware --router-balance-abs-threshold 3"):
+        config = run(flags)
+        args = ArgsView(config)
+        told = router_values(config, host="127.0.0.1", port=1, prometheus_port=2)
+        assert {n: getattr(args, f"router_{n}") for n in ROUTER_PRESETS} == {n: told[n] for n in ROUTER_PRESETS}
+    assert args.router_policy == "cache_aware"
+    assert ArgsView(Config()).router_policy == "round_robin"

@@ -260,3 +260,22 @@ def test_a_failed_sample_moves_no_baseline() -> None:
     batch = build_rollout_batch(batch_args(), 0, [group])
     assert batch.rewards == [0.5, -0.5, 0.0]
     assert batch.loss_masks[2].sum() == 0
+
+
+def test_failed_samples_are_marked() -> None:
+    groups = [[sample(0, 0, 1.0), sample(1, 0, 0.0)], [sample(2, 1, 1.0), sample(3, 1, 0.5)]]
+    assert "failed" not in build_rollout_batch(batch_args(), 0, groups).extra
+    groups[0][1].status = Status.FAILED
+    assert build_rollout_batch(batch_args(), 0, groups).extra["failed"] == [False, True, False, False]
+
+
+def test_an_empty_response_has_empty_columns() -> None:
+    empty = sample(1, 0, 0.0, length=0)
+    batch = build_rollout_batch(batch_args(), 0, [[sample(0, 0, 1.0, rollout_log_probs=[-1.0] * 3), empty]])
+    assert batch.response_lengths == [3, 0]
+    assert batch.tokens[1].tolist() == [1, 2]
+    assert batch.loss_masks[1].shape == (0,)
+    assert batch.rollout_log_probs is not None
+    assert batch.rollout_log_probs[1].shape == (0,)
+    assert batch.rollout_mask_sums == [3.0, 0.0]
+    assert batch.rewards == [0.5, -0.5]

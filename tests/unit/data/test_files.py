@@ -13,7 +13,6 @@ from slime.data.files import (
     decode_json_row,
     head_rows,
     open_table,
-    parse_sliced_path,
     read_file,
 )
 from slime.errors import DataError
@@ -47,11 +46,6 @@ def test_random_access(path: Path) -> None:
     table = open_table(str(path))
     assert [table.row(i) for i in (9, 0, 4, 3, 9)] == [ROWS[i] for i in (9, 0, 4, 3, 9)]
     assert [i for shard in table.shards for i in shard] == list(range(10))
-
-
-def test_paths_without_slice() -> None:
-    assert parse_sliced_path("a@b.jsonl") == ("a@b.jsonl", slice(None))
-    assert parse_sliced_path("a.jsonl@[1:x]") == ("a.jsonl@[1:x]", slice(None))
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:

@@ -250,26 +250,6 @@ def test_resume_is_exact_whatever_was_prefetched(path: Path, tmp_path: Path, str
     assert found[0][0].response == "partial"
 
 
-def test_groups_in_flight_are_generated_again(path: Path, tmp_path: Path) -> None:
-    source = RolloutDataSourceWithBuffer(data_args(path, save=str(tmp_path)))
-    returned = source.get_samples(1)
-    returned[0][0].response = "first half"
-    source.add_samples(returned)
-    flying = source.get_samples(3)
-    expected = as_dicts(flying[::2])
-    for group in flying:
-        for sample in group:
-            sample.response, sample.prompt = "half way", "changed"
-    source.snapshot(0, pending=flying[::2])
-    source.snapshot(1, pending=flying[:1])
-    source.save(0)
-    resumed = RolloutDataSourceWithBuffer(data_args(path, load=str(tmp_path)))
-    resumed.load(0)
-    assert as_dicts(resumed.get_samples(2)) == expected
-    assert prompts(resumed.get_samples(1)) == ["p3"]
-    assert [s["index"] for s in source.state_for(1)["buffer"][0]] == [0, 1]
-
-
 def test_snapshots_are_bounded(path: Path) -> None:
     source = RolloutDataSourceWithBuffer(data_args(path, async_buffer_size=2))
     for rollout_id in range(20):

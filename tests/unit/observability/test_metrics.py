@@ -12,6 +12,7 @@ from slime.observability.metrics import (
     compute_rollout_metrics,
     estimate_pass_at_k,
     is_repetitive,
+    pass_rate_by_group,
     pass_rate_metrics,
     reduce_metrics,
     reduction_of,
@@ -131,3 +132,43 @@ def test_unrewarded_samples_give_nan_not_a_crash():
     metrics = compute_rollout_metrics([[make_sample(None), make_sample(None)]], RolloutMetricOptions())
     assert not any("zero_std" in key for key in metrics)
     assert math.isfinite(metrics["rollout/response_len/mean"])
+
+
+def test_pass_rate_goes_by_group_id_whatever_order_and_size():
+    rewards, ids = [1.0, 0.0, 0.0, 1.0, 1.0], [4, 9, 4, 9, 4]
+    expected = pass_rate_metrics([[1.0, 0.0, 1.0], [0.0, 1.0]], "eval/x-")
+    assert pass_rate_by_group(rewards, ids, "eval/x-") == expected
+    pairs = list(zip(rewards, ids, strict=True))
+    random.Random(0).shuffle(pairs)
+    shuffled = pass_rate_by_group([r for r, _ in pairs], [g for _, g in pairs], "eval/x-")
+    assert shuffled == pytest.approx(expected)
+    assert set(expected) == {"eval/x-pass@1", "eval/x-pass@2"}
+
+
+def test_failed_samples_have_no_part_in_reward_metrics():
+    failed = make_sample(0.0, status=Sample.Status.FAILED)
+    groups = [[make_sample(1.0), make_sample(1.0), failed], [failed, failed, failed]]
+    metrics = compute_rollout_metrics(groups, RolloutMetricOptions(log_passrate=True))
+    assert metrics["rollout/zero_std/count_1.0"] == 1
+    assert "rollout/zero_std/count_0.0" not in metrics
+    assert metrics["passrate/pass@2"] == 1
+    batch = RolloutBatch(
+        rollout_id=0,
+        tokens=[np.zeros(5, np.int32)] * 3,
+        response_lengths=[2] * 3,
+        loss_masks=[np.ones(2, np.float32)] * 3,
+        rewards=[0.5, -0.5, 0.0],
+        raw_rewards=[1.0, 0.5, 0.0],
+        truncated=[False, False, True],
+        sample_indices=[0, 1, 2],
+        group_ids=[0] * 3,
+        rollout_ids=[0, 1, 2],
+        rollout_mask_sums=[2.0] * 3,
+        weight_versions=[()] * 3,
+        extra={"failed": [False, False, True]},
+    )
+    metrics = compute_batch_metrics(batch)
+    assert (metrics["rollout/raw_reward"], metrics["rollout/rewards"]) == (0.75, 0.0)
+    assert metrics["rollout/truncated"] == pytest.approx(1 / 3)
+    batch.extra["failed"] = [True] * 3
+    assert "rollout/raw_reward" not in compute_batch_metrics(batch)

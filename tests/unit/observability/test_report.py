@@ -63,9 +63,22 @@ def test_logprob_difference_above_the_bound_warns_or_stops(tmp_path, caplog, sto
     if stop:
         with pytest.raises(TrainerError, match="--max-logprob-diff"):
             reporter.finish(1)
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2  # what stopped the run is on record
     else:
         reporter.finish(1)
         assert "--max-logprob-diff" in caplog.text
+    reporter.close()
+
+
+def test_logprob_difference_of_rollouts_generated_ahead_is_said_to_include_staleness(tmp_path, caplog):
+    reporter = make_reporter(tmp_path, max_logprob_diff=0.01)
+    for ahead in (False, True):
+        caplog.clear()
+        reporter.generated_ahead = ahead
+        reporter.add(int(ahead), {"train/train_rollout_logprob_abs_diff": 0.02})
+        reporter.finish(int(ahead))
+        assert ("--async-buffer-size" in caplog.text) is ahead
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     reporter.close()
 
 

@@ -1,42 +1,22 @@
-"""Dispatch, worker processes with time-outs, user functions and the remote reward model."""
+"""Dispatch, worker processes and user functions."""
 
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
-from slime.errors import ConfigError, EngineError, PluginError, WaitTimeoutError
+from slime.errors import ConfigError, PluginError
 from slime.rewards import REWARDS, RM_TYPES, RewardService, async_rm, batched_async_rm
-from slime.rewards.grade import Grade
+from slime.rewards.grade import Grade, RewardTimeoutError
 from slime.rewards.pool import RewardPool
 from slime.rewards.registry import GraderKind
-from slime.rewards.remote import RemoteReward
-from slime.types import Sample
+from slime.rewards.service import INLINE_CHARS
 from slime.worker_process import resolve
+from tests.support.rewards import answered, reward_args
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def reward_args(**changes: Any) -> SimpleNamespace:
-    values: dict[str, Any] = {
-        "rm_type": None,
-        "rm_url": None,
-        "rm_timeout": 20.0,
-        "rm_workers": 2,
-        "custom_rm_path": None,
-        "custom_rm_model_path": None,
-        "hf_checkpoint": "/models/base",
-    }
-    return SimpleNamespace(**{**values, **changes})
-
-
-def answered(response: str, label: Any = "7", **fields: Any) -> Sample:
-    return Sample(prompt="p", response=response, label=label, **fields)
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
@@ -131,8 +111,40 @@ async def test_plain_answers_start_no_worker() -> None:
     await service.close()
 
 
-async def test_hung_grader_is_killed_replaced_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    pool = RewardPool(num_workers=1, timeout_seconds=0.3)
+@pytest.mark.parametrize(
+    ("name", "response", "score"),
+    [
+        ("math", r"{}\boxed{{7}}", 1),
+        ("deepscaler", r"{}</think>\boxed{{8}}", 0),
+        ("boxed_math", r"{}\boxed{{7}}", 1),
+        ("dapo", "{} Answer: 7", {"score": 1.0, "acc": True, "pred": "7"}),
+    ],
+)
+async def test_long_responses_are_graded_in_a_worker(name: str, response: str, score: Any) -> None:
+    service = RewardService(reward_args(rm_type=name, rm_workers=1))
+    assert await service.score(answered(response.format("x" * INLINE_CHARS))) == score
+    assert service._pool is not None
+    assert len(service._pool.pids) == 1
+    await service.close()
+
+
+@pytest.mark.parametrize("name", ["math", "deepscaler", "dapo", "boxed_math", "boxed_dapo"])
+@pytest.mark.parametrize("pattern", ["{", "\\", "a ", "\\frac", "1,", "\\text{", "Answer:", "\\boxed{"])
+async def test_hostile_responses_do_not_hold_the_event_loop(name: str, pattern: str) -> None:
+    service = RewardService(reward_args(rm_type=name))
+    body = (pattern * INLINE_CHARS)[: INLINE_CHARS - 40]
+    for response in (f"Answer: </think>{body}", f"</think>\\boxed{{{body}}}", f"</think>\\boxed{{{body[:1900]}}}"):
+        seconds: list[float] = []
+        for _ in range(3):
+            start = time.thread_time()
+            await service.score(answered(response, "9" * 1900))
+            seconds.append(time.thread_time() - start)
+        assert min(seconds) < 0.01  # 2 ms on an idle machine
+    await service.close()
+
+
+async def test_hung_grader_is_killed_and_replaced() -> None:
+    pool = RewardPool(num_workers=1, timeout_seconds=0.2)
     ticks = 0
 
     async def tick() -> None:
@@ -143,11 +155,10 @@ async def test_hung_grader_is_killed_replaced_and_counted(caplog: pytest.LogCapt
 
     ticking = asyncio.create_task(tick())
     start = time.monotonic()
-    assert await pool.call("time:sleep", (60,), otherwise="zero") == "zero"
+    with pytest.raises(RewardTimeoutError, match=r"no answer from time:sleep within 0\.2 s"):
+        await pool.call("time:sleep", (60,), otherwise=0)
     assert time.monotonic() - start < 5
     assert ticks > 10  # the event loop went on
-    assert pool.num_timeouts == 1
-    assert "--rm-timeout" in caplog.text
     assert await pool.call("math:sqrt", (4,), otherwise=0) == 2
     assert await pool.call("os:_exit", (3,), otherwise="died") == "died"
     assert pool.num_failures == 1
@@ -174,9 +185,6 @@ async def short(args, samples):
 
 async def nothing(args, sample):
     return None
-
-async def slow(args, sample):
-    await asyncio.sleep(60)
 
 def broken(args, sample):
     raise RuntimeError("judge is gone")
@@ -247,13 +255,6 @@ async def test_group_answer_of_the_wrong_length(custom: str) -> None:
         await batched_async_rm(reward_args(custom_rm_path=f"{custom}:short"), [answered("a"), answered("b")])
 
 
-async def test_slow_function_is_bounded(custom: str) -> None:
-    service = RewardService(reward_args(custom_rm_path=f"{custom}:slow"), custom_timeout_seconds=0.05)
-    with pytest.raises(WaitTimeoutError, match=r"waited 0.05 s for the reward function .*:slow"):
-        await service.score(answered("x"))
-    await service.close()
-
-
 async def test_reward_model_class(custom: str) -> None:
     args = reward_args(custom_rm_path=custom, custom_rm_model_path="/models/judge")
     service = RewardService(args)
@@ -277,69 +278,3 @@ async def test_functions_of_the_user_reach_the_active_service() -> None:
     assert service.drain_metrics()["rollout/reward/unparsed"] == 1
     assert await async_rm(reward_args(rm_type="f1", rm_workers=1), answered("7")) == 1.0
     await service.close()
-
-
-class RewardServer:
-    """A real server that fails as often as it is told before it answers."""
-
-    def __init__(self, statuses: list[int]) -> None:
-        self.statuses = statuses
-        self.payloads: list[Any] = []
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.payloads.append(await request.json())
-        status = self.statuses.pop(0) if self.statuses else 200
-        if status == 299:
-            return web.Response(text="not json")
-        if status == 298:
-            await asyncio.sleep(5)
-        if status != 200:
-            return web.Response(status=status, text="because")
-        return web.json_response(0.75)
-
-    async def start(self) -> TestServer:
-        app = web.Application()
-        app.router.add_post("/score", self.handle)
-        server = TestServer(app)
-        await server.start_server()
-        return server
-
-
-async def test_remote_payload_and_retries() -> None:
-    handler = RewardServer([503, 429, 298])
-    async with await handler.start() as server:
-        remote = RemoteReward(str(server.make_url("/score")), timeout_seconds=0.2, max_backoff_seconds=0.01)
-        assert await remote.score(answered("r"), "r") == 0.75
-        await remote.close()
-    assert handler.payloads == [{"prompt": "p", "response": "r", "label": "7"}] * 4
-
-
-@pytest.mark.parametrize(
-    ("statuses", "attempts", "text"),
-    [([400], 1, "answered 400: because"), ([500] * 3, 3, "answered 500: because"), ([299], 1, "not answer with JSON")],
-)
-async def test_remote_gives_up(statuses: list[int], attempts: int, text: str) -> None:
-    handler = RewardServer(statuses)
-    async with await handler.start() as server:
-        remote = RemoteReward(str(server.make_url("/score")), max_attempts=3, max_backoff_seconds=0.01)
-        with pytest.raises(EngineError, match=text):
-            await remote.score(answered("r"), "r")
-        await remote.close()
-    assert len(handler.payloads) == attempts
-
-
-async def test_remote_by_name() -> None:
-    handler = RewardServer([])
-    async with await handler.start() as server:
-        args = reward_args(rm_type="boxed_remote_rm", rm_url=str(server.make_url("/score")))
-        assert await async_rm(args, answered(r"so \boxed{x}")) == 0.75
-    assert handler.payloads[0]["response"] == "x"
-    with pytest.raises(ConfigError, match=r"--rm-url URL"):
-        await async_rm(reward_args(rm_type="remote_rm"), answered("x"))
-
-
-async def test_remote_without_a_server() -> None:
-    remote = RemoteReward("http://127.0.0.1:9/score", max_attempts=2, max_backoff_seconds=0.01)
-    with pytest.raises(EngineError, match="cannot be reached"):
-        await remote.score(answered("r"), "r")
-    await remote.close()

@@ -123,6 +123,23 @@ async def test_abort_all_is_bounded():
             job.cancel()
 
 
+async def test_abort_all_waits_for_every_worker_before_it_raises():
+    with (
+        FakeEngine(latency_seconds=2) as stuck,
+        FakeEngine(latency_seconds=30) as slow,
+        FakeEngine(workers=[stuck.url, slow.url]) as router,
+    ):
+        stuck.ignore_aborts, slow.abort_latency_seconds = True, 0.4
+        async with EngineClient(router.url, timeouts=bounds(abort_seconds=0.2)) as client:
+            jobs = [asyncio.create_task(client.generate(PAYLOAD, base_url=e.url)) for e in (stuck, slow)]
+            await asyncio.gather(stuck.until_running(1), slow.until_running(1))
+            with pytest.raises(WaitTimeoutError, match="1 requests still run"):
+                await client.abort_all()
+            assert (slow.running, slow.cut_aborts) == (0, 0)
+            for job in jobs:
+                job.cancel()
+
+
 async def test_abort_all_passes_over_a_dead_worker():
     with FakeEngine() as router:
         pass  # its port is free again

@@ -76,6 +76,7 @@ def test_sets_run_at_the_same_time_with_settings_of_their_own(model_path, tmp_pa
     assert "stop" not in params[2]
     assert params[7]["stop"] == ["END"]
     assert again.data["aime"]["rewards"] == aime["rewards"]
+    assert aime["group_ids"] == [s.group_index for s in aime["samples"]]
     assert again.data["aime"]["samples"][0] is not aime["samples"][0]
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron import checkpoint_dirs as dirs
-from slime.config import Config
+from slime.config import CheckpointConfig, Config, RolloutConfig
 from slime.config.hf import HfModel
 from slime.errors import CheckpointError
+from tests.support.checkpoints import with_start_settled
 
 
 def save(root: Path, iteration: int, text: str, *, keep: int | None = None) -> None:
@@ -22,9 +23,14 @@ def save(root: Path, iteration: int, text: str, *, keep: int | None = None) -> N
 
 
 def config_with(path: Path | None = None, *, hf: Path | None = None, ref: Path | None = None) -> Config:
-    base = Config(hf=None if hf is None else HfModel(path=str(hf), config={}, model_type="llama"))
-    texts = {"load": None if path is None else str(path), "ref_load": None if ref is None else str(ref)}
-    return replace(base, checkpoint=replace(base.checkpoint, **texts))
+    """A settled configuration; ``path`` is also where the run saves."""
+    base = Config(
+        hf=None if hf is None else HfModel(path=str(hf), config={}, model_type="llama"),
+        rollout=RolloutConfig(hf_checkpoint=None if hf is None else str(hf)),
+    )
+    load = None if path is None else str(path)
+    texts = {"load": load, "save": load, "ref_load": None if ref is None else str(ref)}
+    return with_start_settled(replace(base, checkpoint=replace(base.checkpoint, **texts)))
 
 
 def good(root: Path) -> str:
@@ -80,7 +86,7 @@ def test_keep_counts_the_new_one(tmp_path: Path) -> None:
 def test_start_falls_back_from_load_to_reference_to_hf(tmp_path: Path) -> None:
     hf, ref, empty = tmp_path / "hf", tmp_path / "ref", tmp_path / "empty"
     hf.mkdir()
-    (hf / "config.json").write_text("{}")
+    (hf / "config.json").write_text('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}')
     empty.mkdir()
     save(ref, 7, "ref")
     assert dirs.start_point(config_with(empty, hf=hf)) == dirs.StartPoint(kind="hf", path=hf)
@@ -111,4 +117,6 @@ def test_nothing_to_start_from_names_the_flags(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--hf-checkpoint"):
         dirs.start_point(config_with())
     with pytest.raises(CheckpointError, match="--ref-load"):
-        dirs.reference_point(config_with(ref=tmp_path))
+        dirs.reference_point(Config(checkpoint=CheckpointConfig(ref_load=str(tmp_path))))
+    with pytest.raises(CheckpointError, match="--load"):
+        dirs.start_point(Config(checkpoint=CheckpointConfig(load=str(tmp_path))))

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from slime.cluster.ahead import AsyncRollouts
+from slime.cluster.async_rollouts import AsyncRollouts
 from slime.errors import EngineError, WaitTimeoutError
 
 
@@ -94,3 +94,19 @@ def test_a_rollout_that_does_not_come_is_a_bounded_wait():
     with pytest.raises(WaitTimeoutError, match=match), ahead(recorder, timeout=0.4) as rollouts:
         rollouts.take(0)
     recorder.gate.release(10)
+
+
+def test_wake_ups_do_not_use_up_the_time_of_a_wait():
+    recorder = Recorder()
+    recorder.gated = True
+    with ahead(recorder, timeout=1.5) as rollouts:
+
+        def disturb():
+            for _ in range(20):  # more wake-ups than polls fit into the time
+                with rollouts._changed:
+                    rollouts._changed.notify_all()
+                time.sleep(0.01)
+            recorder.gate.release(10)
+
+        threading.Thread(target=disturb).start()
+        assert rollouts.take(0)[0] == 0

@@ -1,7 +1,7 @@
 import pytest
 
-from slime.cluster.placement import plan_layout
 from slime.config import ClusterConfig
+from slime.config.layout import plan_layout
 
 
 def layout(*, train_only=False, rollout_only=False, external=False, **counts):

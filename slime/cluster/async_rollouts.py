@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,15 +101,15 @@ class AsyncRollouts(Generic[T]):
                 self._changed.notify_all()
 
     def _wait_for(self, condition: Callable[[], bool], waited_for: str) -> None:
-        remaining = self._timeout_seconds
+        deadline = time.monotonic() + self._timeout_seconds
         with self._changed:
             while not condition():
                 if self._error is not None:
                     raise self._error
+                remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise self._expired(waited_for)
-                self._changed.wait(_POLL_SECONDS)
-                remaining -= _POLL_SECONDS
+                self._changed.wait(min(_POLL_SECONDS, remaining))
 
     def _expired(self, waited_for: str) -> WaitTimeoutError:
         state = f"in progress: {self._in_progress}, waiting: {list(self._finished)}, next: {self._next_step}"
