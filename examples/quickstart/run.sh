@@ -14,9 +14,10 @@ MODEL=${MODEL:-models/SmolLM2-135M-Instruct}
 DATA=${DATA:-data/quickstart}
 PYTHON=${PYTHON:-.venv/bin/python}
 
-if [[ -e $OUTPUT/done ]]; then
+if [[ -e $OUTPUT/done && $# -eq 0 ]]; then
     "$PYTHON" examples/quickstart/result.py "$OUTPUT"
     echo "This run is complete. Another seed: make quickstart SEED=$((SEED + 1)). Again from the start: remove $OUTPUT."
+    echo "Longer: examples/quickstart/run.sh --num-rollout 80."
     exit 0
 fi
 

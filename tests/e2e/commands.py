@@ -205,9 +205,9 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -
 def assert_nothing_left(mark: str) -> None:
     """No process of the run, which would mention its directory or carry its mark, and no scratch directory."""
     wait_for(lambda: not processes_of(mark), f"end of {processes_of(mark)}", seconds=15)
-    assert not [path for path in Path("/tmp").glob("slime-*-*") if not is_alive(path.name.split("-")[1])]
+    wait_for(lambda: not orphaned_scratch(), f"removal of {orphaned_scratch()}", seconds=5)
 
 
-def is_alive(pid: str) -> bool:
-    """Whether the driver that a scratch directory is named after lives: it may be another run's."""
-    return Path("/proc", pid).exists()
+def orphaned_scratch() -> list[Path]:
+    """Scratch directories, which are named after their driver, whose driver is gone; others may be of other runs."""
+    return [path for path in Path("/tmp").glob("slime-*-*") if not Path("/proc", path.name.split("-")[1]).exists()]

@@ -221,7 +221,7 @@ class RolloutTrainer:
     def _rollout_metrics(
         self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column
     ) -> dict[str, float]:
-        """Per-rollout means of token columns over all ranks, and plain means of per-sample numbers."""
+        """Per-rollout means of token columns over all ranks."""
         means: dict[str, float] = {}
         if self._parallel.is_pp_last:
             named: dict[str, Column | None] = {
@@ -239,14 +239,6 @@ class RolloutTrainer:
             source = dist.get_process_group_ranks(self._parallel.pp_group)[-1]
             dist.broadcast_object_list(holder, src=source, group=self._parallel.pp_group)
             means = holder[0]
-        plain: dict[str, Sequence[float]] = {
-            "rewards": batch.rewards,
-            "raw_reward": batch.raw_rewards,
-            "response_lengths": batch.response_lengths,
-            "total_lengths": batch.total_lengths,
-            "truncated": batch.truncated,
-        }
-        means |= {name: float(sum(values)) / max(len(values), 1) for name, values in plain.items()}
         return {f"rollout/{name}": value for name, value in means.items()}
 
     def _token_means(

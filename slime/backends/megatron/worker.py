@@ -59,7 +59,6 @@ class MegatronWorker:
         *,
         num_threads: int | None = None,
     ) -> None:
-        _refuse_unsupported(config)
         self.config = config
         self.weight_version = 0
         self.on_progress: Callable[[str, int, int], None] | None = None  # see ModelPasses; set it before init
@@ -233,24 +232,3 @@ class MegatronWorker:
             self._rollout_actor.update(self.chunks)
         else:
             self._old_actor.update(self.chunks)
-
-
-def _refuse_unsupported(config: Config) -> None:
-    """Name what this backend cannot do yet before any process group exists."""
-    algorithm, problems = config.algorithm, list[str]()
-    if algorithm.advantage_estimator == "ppo":
-        problems.append("--advantage-estimator ppo: training a critic is not supported yet; use grpo")
-    if algorithm.use_opd and algorithm.opd_type == "megatron":
-        problems.append("--opd-type megatron is not supported yet; use --opd-type sglang")
-    if algorithm.use_routing_replay:
-        problems.append("--use-routing-replay is not supported yet")
-    if problems:
-        raise ConfigError(problems)
-    if config.checkpoint.async_save:
-        logger.warning("--async-save: checkpoints are written in the foreground; training waits for them")
-    if config.rollout.rollout_top_p != 1.0:
-        logger.warning(
-            "--rollout-top-p %g: the trainer scores with the whole vocabulary, so its log-probs differ from the "
-            "truncated distribution that was sampled from",
-            config.rollout.rollout_top_p,
-        )

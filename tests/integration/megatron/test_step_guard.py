@@ -91,8 +91,6 @@ def test_missing_data_names_the_flag(model_dir: Path) -> None:
         run(model_dir, replace(BATCH, rollout_log_probs=None), algorithm={"use_tis": True})
     with pytest.raises(ConfigError, match="--global-batch-size 99"):
         run(model_dir, data={"global_batch_size": 99})
-    with pytest.raises(ConfigError, match="critic"):
-        run(model_dir, algorithm={"advantage_estimator": "ppo"})
 
 
 def test_lent_weights_come_back(model_dir: Path, tmp_path: Path) -> None:

@@ -47,9 +47,15 @@ def test_exit_codes_of_failures(error, code):
 
 
 def test_a_signal_held_back_arrives_afterwards():
-    with pytest.raises(Terminated), terminable(), held_back():
-        os.kill(os.getpid(), signal.SIGTERM)
-        reached = True
+    reached = []
+
+    def work():
+        with terminable(), held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("the end of the block")
+
+    with pytest.raises(Terminated):
+        work()
     assert reached
 
 
