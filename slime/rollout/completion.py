@@ -8,6 +8,7 @@ budget arithmetic and the refusal of replies whose columns do not fit.
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,12 +104,10 @@ async def complete(
         WaitTimeoutError: No engine answered.
     """
     args = context.args
-    payload: dict[str, Any] = {
-        "input_ids": list(input_ids),
-        "sampling_params": {k: v for k, v in sampling_params.items() if v is not None},
-        "return_logprob": True,
-    }
     evaluation = context.turn.evaluation
+    params = {k: v for k, v in sampling_params.items() if v is not None}
+    params.setdefault("sampling_seed", request_seed(args.rollout_seed, sample, len(input_ids), evaluation=evaluation))
+    payload: dict[str, Any] = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
     if args.use_rollout_routing_replay and not evaluation:
         payload["return_routed_experts"] = True
     if args.rollout_top_p != 1.0 and not evaluation:
@@ -127,6 +126,17 @@ async def complete(
         completion = _read_reply(args, reply, want_mask="return_sampling_mask" in payload)
         span.update({name: completion.meta_info[name] for name in TRACED if name in completion.meta_info})
     return completion
+
+
+def request_seed(rollout_seed: int, sample: Sample, num_input_ids: int, *, evaluation: bool) -> int:
+    """Seed of one request, the same in every run and after a resume, whenever and wherever it is served.
+
+    Samples are told apart by their index, which counts on over the whole run, and the requests of one
+    sample (turns, continuations) by how much stands before them. Engines that draw from one common
+    stream of random numbers ignore it.
+    """
+    key = f"{rollout_seed}/{sample.index}/{num_input_ids}/{evaluation}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
 
 
 def _read_reply(args: Any, reply: Mapping[str, Any], *, want_mask: bool) -> Completion:

@@ -93,7 +93,7 @@ def test_a_run_leaves_its_files(epoch):
 def test_dumped_samples_carry_their_spans(epoch):
     folder, _ = epoch
     for sample in load_rollout(str(folder / "dumps" / "{rollout_id}.pt"), 0):
-        names = [event["name"] for event in vars(sample)["trace"]["events"] if event["type"] == "span_end"]
+        names = [event["name"] for event in vars(sample)["trace"]["events"] if event["kind"] == "span_end"]
         assert {"sglang_generate", "reward_model", "generate_and_rm"} <= set(names)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from slime.engines.embedded.attention import PromptChunk
 from slime.engines.embedded.prefix import PrefixEntry
 from slime.engines.embedded.request import Request, TopColumn
+from slime.engines.embedded.sampling import log_softmax
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class PromptJob:
         temperature = self.requests[0].item.sampling.temperature or 1.0
         first = chunk.end - logits.shape[0]
         targets = self.entry.tokens[first + 1 : chunk.end + 1].astype(np.int64)
-        log_probs = torch.log_softmax(logits[: len(targets)].float() / temperature, -1)
+        log_probs = log_softmax(logits[: len(targets)].float() / temperature)
         index = torch.from_numpy(targets).to(logits.device)
         self.scores.extend(log_probs.gather(1, index[:, None])[:, 0].tolist())
         if top and len(targets):

@@ -89,7 +89,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     scaled = raw
     if any(t != 1.0 for t in temperatures):
         scaled = raw / torch.tensor(temperatures, device=raw.device)[:, None]
-    log_probs = torch.log_softmax(scaled, -1)
+    log_probs = log_softmax(scaled)
     behaviour = _behaviour(raw, log_probs, temperatures, rows)
     tokens = torch.empty(len(rows), dtype=torch.long, device=raw.device)
     kept: dict[int, list[int]] = {}
@@ -144,8 +144,18 @@ def _behaviour(raw: Tensor, log_probs: Tensor, temperatures: Sequence[float], ro
             line -= row.params.presence_penalty * (row.counts > 0)
         if row.banned:
             line[torch.tensor(row.banned, device=raw.device)] = float("-inf")
-        result[i] = torch.log_softmax(line / temperatures[i], -1)
+        result[i] = log_softmax(line / temperatures[i])
     return result
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probs over the last dimension, ``[..., V]`` float32.
+
+    torch's own sums a vocabulary front to back in float32, which shifts all log-probs of a row by up to 1e-5;
+    ``sum`` adds pairwise.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return shifted - shifted.exp().sum(-1, keepdim=True).log_()
 
 
 def _draw(probs: Tensor, u: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from slime.cluster import waits
 from slime.cluster.guardian import marked_processes
 from slime.cluster.placement import Placement
 from slime.cluster.ray_session import guarded_processes, ray_session
@@ -79,3 +80,12 @@ def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(session):
 def test_processes_are_marked(session, group):
     assert os.getpid() not in marked_processes(session.mark)
     assert len(marked_processes(session.mark)) >= 3
+
+
+def test_stacks_are_asked_of_processes_of_this_node_only(session, group, tmp_path):
+    # A process id of another node may be anybody here; SIGUSR1 would end this test.
+    assert waits.request_stacks([waits.Process(node_id="elsewhere", pid=os.getpid())]) == []
+    group._processes[0] = dataclasses.replace(group._processes[0], node_id="elsewhere")
+    with pytest.raises(WaitTimeoutError, match=r"rank 0 is process \d+ of node elsewhere"):
+        group.train(ray.put({0: "hang"}))
+    assert "standins.py" not in (tmp_path / "trainer_0.log").read_text()

@@ -82,10 +82,21 @@ def test_fallback_keeps_groups_rather_than_sample_again(model_path, engine):
     assert source.drawn == 4
 
 
-def test_neither_seed_nor_routing_key_unless_asked_for(model_path, engine):
+def test_every_request_has_its_own_seed_and_a_second_run_the_same_ones(model_path, engine):
+    seeds = []
+    for seed in (1, 1, 2):
+        del engine.requests[:]
+        with open_context(model_path, engine.url, rollout_batch_size=2, rollout_seed=seed) as context:
+            rollout(context, ListSource(["a", "bb"], 2))
+        seeds.append(sorted(r["sampling_params"]["sampling_seed"] for r in engine.requests))
+    assert len(set(seeds[0])) == len(seeds[0]) == 4
+    assert seeds[0] == seeds[1]
+    assert not set(seeds[0]) & set(seeds[2])
+
+
+def test_no_routing_key_unless_asked_for(model_path, engine):
     with open_context(model_path, engine.url, rollout_batch_size=1) as context:
         rollout(context, ListSource(["a"], 2))
-    assert all("sampling_seed" not in r["sampling_params"] for r in engine.requests)
     assert all("X-SMG-Routing-Key" not in h for h in engine.headers)
 
 
