@@ -7,6 +7,7 @@ Tests hold: whatever moment a save is killed at, the tracker names a complete ch
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -160,7 +161,8 @@ def recover(root: Path) -> None:
     for entry in root.iterdir():
         match = _LEFTOVER.fullmatch(entry.name)
         if match and match[2] == "replaced" and not (root / match[1]).exists():
-            entry.rename(root / match[1])
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                entry.rename(root / match[1])
 
 
 def _delete(root: Path, iteration: int) -> None:

@@ -58,6 +58,8 @@ class Engine:
         scheduler.weight_version = weight_version
         self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Between its last look into the inbox and its end the worker would miss a message.
+        self._inbox_open = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine-worker", daemon=True)
         self._stopping = False
         self.paused: PauseMode | None = None
@@ -94,11 +96,10 @@ class Engine:
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run ``function`` on the worker thread between two steps."""
         future: Future[Result] = Future()
-        if not self.is_healthy:
-            future.set_exception(self._down())
-            return future
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has given up before it began
             try:
                 future.set_result(function())
             except RequestError as error:
@@ -107,16 +108,23 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - process boundary: the caller's thread gets whatever happened
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        if not self._post(run):
+            future.set_exception(self._down())
         return future
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; if the worker is down they fail at once."""
-        if not self.is_healthy:
+        if not self._post(lambda: [self.scheduler.submit(request) for request in requests] and None):
             for request in requests:
                 request.progress(self._down())
-            return
-        self._inbox.put(lambda: [self.scheduler.submit(request) for request in requests] and None)
+
+    def _post(self, message: Callable[[], None]) -> bool:
+        """Hand a message to the worker; False when nobody will take it."""
+        with self._inbox_open:
+            if not self.is_healthy:
+                return False
+            self._inbox.put(message)
+            return True
 
     # The following run on the worker thread, through ``call``.
 
@@ -284,13 +292,14 @@ class Engine:
 
     def _fail_pending(self) -> None:
         error = self._down()
-        while True:  # what was submitted before the failure, but not taken yet
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            if message is not None:
-                message()
+        with self._inbox_open:
+            while True:  # what was submitted before the failure, but not taken yet
+                try:
+                    message = self._inbox.get_nowait()
+                except queue.Empty:
+                    break
+                if message is not None:
+                    message()
         self.scheduler.fail(error)
 
     def _down(self) -> RequestError:
