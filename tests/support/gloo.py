@@ -11,6 +11,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -77,10 +78,15 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A free TCP port below those that the system gives to connections, which could take it before it is used."""
+    for port in random.Random().sample(range(12_000, 32_000), 200):
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("200 random ports between 12000 and 32000 are all taken")
 
 
 class _HungRanks(Exception):
