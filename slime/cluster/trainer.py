@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from slime.errors import SlimeError, TrainerError
 from slime.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
+
+# Below the ports that the system gives to connections: one of those could be taken before rank 0 listens.
+TRAINER_PORTS = range(20000, 30000)
 
 WORKER_PATH = "slime.backends.megatron.worker:MegatronWorker"
 
@@ -99,7 +103,7 @@ class TrainerActor:
         """Where this process is, with a free port."""
         return RankAddress(
             host=ray.util.get_node_ip_address(),
-            port=free_port(),
+            port=free_port(random.choice(TRAINER_PORTS)),
             process=waits.Process(node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid()),
         )
 
