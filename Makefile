@@ -4,12 +4,12 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 SEED ?= 1
-TESTS ?= tests/unit tests/integration tests/e2e
+TESTS ?= tests/unit tests/integration tests/e2e/test_train.py
 BIN := $(VENV)/bin
 PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
 export VENV
 
-.PHONY: help setup setup-dev quickstart test style format bench bench-trl clean
+.PHONY: help setup setup-dev quickstart test test-interrupted style format bench bench-trl clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ quickstart: setup ## train SmolLM2-135M with GRPO on this machine and show the r
 
 test: setup-dev ## run the tests
 	$(BIN)/python -m pytest $(TESTS)
+
+test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
+	$(BIN)/python -m pytest tests/e2e/test_interrupted.py
 
 style: setup-dev ## lint, format check, spelling, shell scripts, import layers, types
 	$(BIN)/ruff check .
