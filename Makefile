@@ -12,7 +12,7 @@ export VENV
 .PHONY: help setup setup-dev quickstart test test-interrupted style format bench bench-trl clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with the pinned run-time dependencies
 	@scripts/setup.sh run
