@@ -131,22 +131,22 @@ def responds(url: str, timeout_seconds: float = 5.0) -> bool:
         return False
 
 
-def free_port(start: int | None = None, *, attempts: int = 1000) -> int:
+def free_port(start: int, *, attempts: int = 1000) -> int:
     """A TCP port nobody listens on.
 
     Args:
-        start: First candidate; the kernel chooses when None.
+        start: First candidate.
         attempts: How many ports from ``start`` on are tried.
 
     Raises:
         EngineError: No port was free.
     """
-    for candidate in [0] if start is None else range(start, min(start + attempts, 65536)):
+    for candidate in range(start, min(start + attempts, 65536)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", candidate))
             except OSError:
                 continue
-            return int(probe.getsockname()[1])
+            return candidate
     raise EngineError(f"no free TCP port from {start} on, {attempts} tried")

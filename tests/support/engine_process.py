@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,14 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tests.support.gloo import free_port
+
 START_SECONDS = 90.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from slime.engines.embedded.flags import ServerFlags
 from slime.engines.server import build_app
 from tests.integration.engines.conftest import post
-from tests.support.engine_process import engine_process, free_port, router_process
+from tests.support.engine_process import engine_process, router_process
+from tests.support.gloo import free_port
 
 BODY = {"input_ids": list(range(30)), "sampling_params": {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}}
 

@@ -17,7 +17,8 @@ from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
 from slime.weights.checksum import tensor_checksum
 from slime.weights.transport import TensorTransport
 from tests.integration.engines.conftest import post
-from tests.support.engine_process import engine_process, free_port
+from tests.support.engine_process import engine_process
+from tests.support.gloo import free_port
 from tests.support.tiny_models import tiny_weights
 
 BODY = {"input_ids": list(range(30)), "sampling_params": {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}}

@@ -25,7 +25,7 @@ def test_a_server_that_dies_at_start_is_an_error_with_its_log(tmp_path):
 def test_a_server_that_never_answers_is_a_bounded_wait_with_its_log(tmp_path):
     server = serve(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
     with pytest.raises(WaitTimeoutError, match=r"(?s)engine 0 to answer.*loading"):
-        server.wait_ready(f"http://127.0.0.1:{free_port()}/health", timeout_seconds=0.5)
+        server.wait_ready(f"http://127.0.0.1:{free_port(31000)}/health", timeout_seconds=0.5)
     server.stop()
     server.stop()
     assert server.exit_code() == -signal.SIGTERM
