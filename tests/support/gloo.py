@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-
 PRELOADED = ["tests.support.training", "slime.backends.megatron.worker"]
 """Imported by the server; must start no thread."""
 
