@@ -16,7 +16,13 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from slime.algorithms import ALGORITHMS, shape_group_rewards
-from slime.data.columns import batch_from_columns, fill_missing_ids, rollout_mask_sums
+from slime.data.columns import (
+    batch_from_columns,
+    fill_missing_ids,
+    kept_token_columns,
+    rollout_mask_sums,
+    route_column,
+)
 from slime.data.dataset import get_source
 from slime.errors import PluginError
 from slime.plugins import load_plugin
@@ -72,6 +78,11 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
     rollout_ids = fill_missing_ids([sample.rollout_id for sample in samples])
     raw_rewards, rewards = _rewards(args, samples, group_ids, rollout_ids)
     loss_masks = [_loss_mask(sample) for sample in samples]
+    kept_ids, kept_offsets = kept_token_columns(
+        [sample.rollout_top_p_token_ids for sample in samples],
+        [sample.rollout_top_p_token_offsets for sample in samples],
+        [sample.response_length for sample in samples],
+    )
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=[np.asarray(sample.tokens, dtype=np.int32) for sample in samples],
@@ -87,6 +98,11 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
         weight_versions=[tuple(sample.weight_versions) for sample in samples],
         rollout_log_probs=_aligned_column("rollout_log_probs", samples),
         teacher_log_probs=_aligned_column("teacher_log_probs", samples),
+        rollout_top_p_token_ids=kept_ids,
+        rollout_top_p_token_offsets=kept_offsets,
+        rollout_routed_experts=route_column(
+            [sample.rollout_routed_experts for sample in samples], [len(sample.tokens) for sample in samples]
+        ),
         metadata=_metadata_column(samples),
         extra=_extra_columns(samples),
     )
@@ -225,15 +241,7 @@ def _metadata_column(samples: list[Sample]) -> list[dict[str, Any] | None] | Non
 
 def _extra_columns(samples: list[Sample]) -> dict[str, list[Any]]:
     """Columns that only some runs have; present when any sample has a value."""
-    columns: dict[str, list[Any]] = {
-        name: [getattr(sample, name) for sample in samples]
-        for name in (
-            "rollout_top_p_token_ids",
-            "rollout_top_p_token_offsets",
-            "rollout_routed_experts",
-            "multimodal_train_inputs",
-        )
-    }
+    columns: dict[str, list[Any]] = {"multimodal_train_inputs": [sample.multimodal_train_inputs for sample in samples]}
     columns["failed"] = [sample.status is Status.FAILED or None for sample in samples]
     columns["round_number"] = [sample.metadata.get("round_number") for sample in samples]
     sources = [get_source(sample) for sample in samples]
