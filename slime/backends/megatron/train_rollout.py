@@ -67,8 +67,9 @@ class RolloutTrainer:
         passes: The model.
         step: Its optimizer step.
         hooks: Users' functions.
-        timer: Gets ``data_preprocess``, ``ref_log_probs``, ``log_probs``, ``actor_train`` and ``train``.
+        timer: Gets ``data_preprocess``, ``{ref,teacher}_log_probs``, ``log_probs``, ``actor_train`` and ``train``.
         reference: Weights of the reference policy, if a pass needs them.
+        teacher: Weights that on-policy distillation learns from, if the trainer holds them.
         old_actor: Weights that generated the rollout, with ``--keep-old-actor``.
     """
 
@@ -81,6 +82,7 @@ class RolloutTrainer:
         timer: Timer,
         *,
         reference: WeightSnapshot | None = None,
+        teacher: WeightSnapshot | None = None,
         old_actor: WeightSnapshot | None = None,
     ) -> None:
         self._config = config
@@ -90,6 +92,7 @@ class RolloutTrainer:
         self._hooks = hooks
         self._timer = timer
         self._reference = reference
+        self._teacher = teacher
         self._old_actor = old_actor
         self._packing = _packing_settings(config, passes)
         self._share_prompts = shares_prompts(config, self._parallel.cp_size)
@@ -166,6 +169,9 @@ class RolloutTrainer:
         if pass_plan.ref:
             assert self._reference is not None, "the worker keeps a reference when a pass needs one"
             columns.ref_log_probs, _ = self._score_with("ref_", self._reference, plan)
+        if pass_plan.teacher:
+            assert self._teacher is not None, "the worker keeps a teacher when a pass needs one"
+            columns.teacher_log_probs, _ = self._score_with("teacher_", self._teacher, plan)
         if pass_plan.old:
             with_entropy = self._config.algorithm.use_rollout_entropy
             columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
@@ -229,6 +235,7 @@ class RolloutTrainer:
                 "ref_log_probs": columns.ref_log_probs,
                 "rollout_log_probs": columns.rollout_log_probs,
                 "teacher_log_probs": columns.teacher_log_probs,
+                "opd_reverse_kl": columns.opd_reverse_kl,
                 "entropy": columns.entropy,
                 "advantages": columns.advantages,
                 "returns": columns.returns,
