@@ -123,5 +123,5 @@ def test_a_rename_that_fails_leaves_the_old_export(tmp_path: Path, template: Pat
 
 
 def test_unreadable_index_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         weight_files(tmp_path)
