@@ -18,6 +18,7 @@ from typing import Literal
 
 from slime.config import Config
 from slime.errors import CheckpointError
+from slime.files import force_tree_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def finish_save(root: Path, iteration: int, *, keep: int | None = None) -> None:
     """
     final = iteration_dir(root, iteration)
     saving, replaced = root / f".{final.name}.saving", root / f".{final.name}.replaced"
-    _sync_tree(saving)
+    force_tree_to_disk(saving)
     if final.exists():
         final.rename(replaced)
     saving.rename(final)
@@ -196,13 +197,6 @@ def _write_tracker(root: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(root / TRACKER)
     _sync(root)
-
-
-def _sync_tree(path: Path) -> None:
-    """Force a directory's files to disk: a rename must not survive a power cut that its content did not."""
-    for entry in path.rglob("*"):
-        _sync(entry)
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -21,6 +21,7 @@ from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data
 from slime.backends.megatron.scoring import PassPlan, compute_advantages, plan_passes, score_rollout
+from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.step import Denominators, TrainStep
 from slime.config import Config
@@ -95,6 +96,7 @@ class RolloutTrainer:
         self._teacher = teacher
         self._old_actor = old_actor
         self._packing = _packing_settings(config, passes)
+        self._skips = SkipGuard(config.train.max_skipped_steps)
         self._share_prompts = shares_prompts(config, self._parallel.cp_size)
         self._rows = RowSettings.of(
             self._parallel,
@@ -222,6 +224,7 @@ class RolloutTrainer:
                 metrics["train/step"] = float(batch.rollout_id * len(steps) + step_id)
                 check_step(self._config, metrics, rollout_id=batch.rollout_id, step_id=step_id)
                 self.step_metrics.append(metrics)
+                self._skips.note(result.skip, rollout_id=batch.rollout_id, step_id=step_id)
         return current
 
     def _rollout_metrics(
