@@ -166,21 +166,36 @@ def _rewards(
     if path is not None:
         return _custom_rewards(args, samples, path)
     raw = [_reward_value(args, sample) for sample in samples]
-    spec = ALGORITHMS[args.advantage_estimator]
-    if not (spec.group_baseline and args.rewards_normalization):
-        return raw, list(raw)
     # What a fault of a plug-in left behind says nothing about the prompt, so it moves no baseline.
     graded = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
+    return raw, baseline_rewards(args, raw, group_ids, rollout_ids, graded)
+
+
+def baseline_rewards(
+    args: BatchArgs, raw: Sequence[float], group_ids: Sequence[int], rollout_ids: Sequence[int], graded: Sequence[int]
+) -> list[float]:
+    """Rewards as the estimator trains on them: compared within their group where it does that.
+
+    Args:
+        args: Flat argument view.
+        raw: N rewards as graded.
+        group_ids: N prompt ids.
+        rollout_ids: N trajectory ids.
+        graded: Positions of those that count; where there is a baseline, the others get 0 and move none.
+    """
+    spec = ALGORITHMS[args.advantage_estimator]
+    if not (spec.group_baseline and args.rewards_normalization):
+        return list(raw)
     shaped = shape_group_rewards(
         [raw[i] for i in graded],
         [group_ids[i] for i in graded],
         [rollout_ids[i] for i in graded],
         normalize_std=spec.group_std and args.grpo_std_normalization,
     )
-    rewards = [0.0] * len(samples)
+    rewards = [0.0] * len(raw)
     for i, reward in zip(graded, shaped, strict=True):
         rewards[i] = reward
-    return raw, rewards
+    return rewards
 
 
 def _custom_rewards(args: BatchArgs, samples: list[Sample], path: str) -> tuple[list[float], list[float]]:

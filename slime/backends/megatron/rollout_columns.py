@@ -34,6 +34,7 @@ class RolloutColumns:
     ref_log_probs: Column | None = None
     entropy: Column | None = None
     kl: Column | None = None
+    opd_reverse_kl: Column | None = None
     advantages: Column | None = None
     returns: Column | None = None
 
