@@ -13,6 +13,8 @@ SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama-gqa": ("llama", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen3-moe": ("qwen3_moe", {}),
 }
 
 

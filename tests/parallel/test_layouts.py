@@ -42,6 +42,12 @@ CASES = [
     *((name, "qwen2-tied", "policy") for name in ("pp2", "tp2_sp", "tp2_pp2", "dp2")),
     ("pp2", "qwen2-tied", "sft"),
     *((name, "qwen3", "policy") for name in ("tp2_sp", "cp2", "pp2")),
+    *(
+        (name, "qwen3-moe", "policy")
+        for name in ("ep2", "ep2_etp2", "ep2_pp2", "ep2_tp2_sp", "ep2_tp2_sp_etp1", "tp2_sp", "pp2_vpp2", "cp2", "dp2")
+    ),
+    *((name, "qwen2-moe", "policy") for name in ("ep2", "ep2_tp2_sp_cp2", "pp2")),
+    ("ep2", "qwen3-moe", "sft"),
 ]
 
 
