@@ -47,7 +47,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     rows = config.stash.get(TABLE, Table()).rows
     if not rows:
         return
-    terminalreporter.section(f"layouts against one process, limit {LIMIT:g}")
+    terminalreporter.section(f"layouts against one process, limit {LIMIT:g} per optimizer step")
     terminalreporter.write_line(
         f"{'layout':24} {'model':14} {'loss':12} {'loss diff':>10} {'grad norm':>10} {'weights':>10} {'log-probs':>10}"
     )

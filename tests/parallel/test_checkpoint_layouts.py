@@ -12,6 +12,7 @@ from slime.types import RolloutBatch
 from tests.parallel.layouts import layout
 from tests.parallel.models import make_model
 from tests.parallel.ragged import ragged_rollout
+from tests.parallel.test_layouts import SFT
 from tests.parallel.traces import DYNAMIC, LIMIT, Trace
 from tests.support.gloo import Rank, run_ranks
 from tests.support.training import make_config
@@ -49,6 +50,7 @@ def train(
         (*OPTIMIZER, *layout(layout_name).argv, *argv),
         num_processes=rank.world_size,
         data=DYNAMIC | {"num_rollout": 4},
+        algorithm=SFT,  # its loss depends on the weights; that of an on-policy step is the mean advantage
         checkpoint=checkpoint,
     )
     losses, norms = [], []

@@ -28,7 +28,10 @@ def die_at_change(root: Path, number: int, delay_seconds: float) -> list[str]:
     changes: list[str] = []
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        if event not in CHANGES or not str(args[0]).startswith(str(root)):
+        if event not in CHANGES:
+            return
+        folder = Path(f"/proc/self/fd/{args[1]}").readlink() if event == "os.remove" and args[1] >= 0 else Path()
+        if not str(folder / str(args[0])).startswith(str(root)):
             return
         if event == "open" and not (isinstance(args[1], str) and set(args[1]) & set("wax+")):
             return
