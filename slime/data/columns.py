@@ -6,6 +6,7 @@ Tests hold: a batch survives the way to columns and back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,8 @@ _TYPED = frozenset(
         "weight_versions",
         "rollout_log_probs",
         "teacher_log_probs",
+        "values",
+        "returns",
         "metadata",
     }
 )
@@ -51,6 +54,24 @@ def rollout_mask_sums(loss_masks: Sequence[Float32Array], rollout_ids: Sequence[
     return [sums[rollout_id] for rollout_id in rollout_ids]
 
 
+def with_rows(batch: RolloutBatch, **columns: Mapping[int, Float32Array]) -> RolloutBatch:
+    """The batch with response-aligned columns that were found sample by sample.
+
+    Args:
+        batch: N samples.
+        **columns: ``values`` or ``returns``: sample -> ``[R_i]``. A sample without a row, because no optimizer
+            step takes it, gets NaN: whoever reads it by mistake will notice.
+    """
+    rows: dict[str, Any] = {
+        name: [
+            found[i] if i in found else np.full(length, np.nan, dtype=np.float32)
+            for i, length in enumerate(batch.response_lengths)
+        ]
+        for name, found in columns.items()
+    }
+    return replace(batch, **rows)
+
+
 def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
     """The batch as the dict of lists that hooks know; the lists are the batch's own."""
     columns: dict[str, Any] = {
@@ -69,6 +90,8 @@ def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
     optional = {
         "rollout_log_probs": batch.rollout_log_probs,
         "teacher_log_probs": batch.teacher_log_probs,
+        "values": batch.values,
+        "returns": batch.returns,
         "metadata": batch.metadata,
     }
     columns.update({name: column for name, column in optional.items() if column is not None})
@@ -116,6 +139,8 @@ def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: S
             weight_versions=[tuple(v) for v in columns.get("weight_versions") or [()] * n],
             rollout_log_probs=_float_rows(columns.get("rollout_log_probs")),
             teacher_log_probs=_float_rows(columns.get("teacher_log_probs")),
+            values=_float_rows(columns.get("values")),
+            returns=_float_rows(columns.get("returns")),
             metadata=list(columns["metadata"]) if columns.get("metadata") else None,
             extra={name: list(column) for name, column in columns.items() if name not in _TYPED},
         )

@@ -22,7 +22,7 @@ from slime.backends.megatron.hf_files import HfWriter, weight_files
 from slime.config import Config
 from slime.errors import CheckpointError, ConfigError
 from slime.weights.families import FAMILIES, Family
-from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER, global_name, local_layer
+from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER, VALUE_HEAD, global_name, local_layer, with_value_head
 from slime.weights.ops import ModelShape, Rule
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -51,7 +51,8 @@ def model_family(config: Config) -> Family:
             f"--hf-checkpoint {config.hf.path}: model_type {config.hf.model_type!r} cannot be trained yet; "
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[config.hf.model_type]
+    family = FAMILIES[config.hf.model_type]
+    return with_value_head(family) if config.role == "critic" else family
 
 
 def model_shape(config: Config) -> ModelShape:
@@ -126,6 +127,8 @@ def load_hf(chunks: Sequence[MegatronModule], config: Config, path: str | Path) 
     with Checkpoint(path) as checkpoint, torch.no_grad():
         for tensor in local_tensors(chunks, family):
             names = tensor.rule.hf_names(tensor.layer)
+            if config.role == "critic" and tensor.name in VALUE_HEAD and names[0] not in checkpoint:
+                continue  # a policy's checkpoint: the head stays as it was made
             if tensor.name == OUTPUT_LAYER and tied:  # the last pipeline stage's copy of the embedding
                 names = family.rule(EMBEDDING)[0].hf_names(None)
             whole = tensor.rule.op.to_megatron([checkpoint[name] for name in names], shape)
