@@ -20,6 +20,7 @@ from slime.backends.megatron.optimizer_steps import run_optimizer_steps
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, to_rows
 from slime.backends.megatron.rollout_plan import RolloutPlan, RolloutPlanner
+from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.step import TrainStep
 from slime.config import Config
 from slime.observability.metrics import reduce_metrics
@@ -46,6 +47,7 @@ class CriticTrainer:
         self._hooks = hooks
         self._timer = timer
         self._planner = RolloutPlanner(config, self._parallel)
+        self._skips = SkipGuard(config.train.max_skipped_steps)
         self.step_metrics: list[dict[str, float]] = []
 
     def score(self, batch: RolloutBatch) -> dict[int, Float32Array]:
@@ -67,7 +69,7 @@ class CriticTrainer:
                 columns = RolloutColumns.of(batch, plan.samples, self._parallel.device)
             fit = self._explained_variance(plan, columns)
             context = LossContext(config=self._config, hooks=self._hooks, batch=batch, columns=columns)
-            rows, _ = run_optimizer_steps(context, plan, self._passes, self._step)
+            rows, _ = run_optimizer_steps(context, plan, self._passes, self._step, self._skips)
             self.step_metrics = [row | fit for row in rows]
             return reduce_metrics(self.step_metrics)
 

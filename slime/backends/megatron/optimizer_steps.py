@@ -10,11 +10,12 @@ from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
 from slime.backends.megatron.rollout_plan import RolloutPlan, denominators
+from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.step import TrainStep
 
 
 def run_optimizer_steps(
-    context: LossContext, plan: RolloutPlan, passes: ModelPasses, step: TrainStep
+    context: LossContext, plan: RolloutPlan, passes: ModelPasses, step: TrainStep, skips: SkipGuard
 ) -> tuple[list[dict[str, float]], Column]:
     """Train every step of the plan. Collective over all training ranks.
 
@@ -39,4 +40,5 @@ def run_optimizer_steps(
         metrics[f"{prefix}/step"] = float(batch.rollout_id * len(steps) + step_id)
         check_step(config, metrics, rollout_id=batch.rollout_id, step_id=step_id)
         rows.append(metrics)
+        skips.note(result.skip, rollout_id=batch.rollout_id, step_id=step_id)
     return rows, current

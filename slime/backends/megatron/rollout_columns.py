@@ -36,6 +36,7 @@ class RolloutColumns:
     entropy: Column | None = None
     kl: Column | None = None
     values: Column | None = None
+    opd_reverse_kl: Column | None = None
     advantages: Column | None = None
     returns: Column | None = None
 
@@ -94,7 +95,8 @@ def to_hook_data(batch: RolloutBatch, columns: RolloutColumns, samples: Sequence
     }
     data["unconcat_tokens"] = data["tokens"]
     names = ("response_lengths", "rewards", "truncated", "sample_indices", "group_ids", "rollout_ids")
-    for name in (*names, "rollout_mask_sums", "weight_versions", "metadata"):
+    replayed = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
+    for name in (*names, "rollout_mask_sums", "weight_versions", "metadata", *replayed):
         rows = getattr(batch, name)
         if rows is not None:
             data[name] = [rows[i] for i in samples]

@@ -19,6 +19,7 @@ from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data, to_rows
 from slime.backends.megatron.rollout_plan import RolloutPlan, RolloutPlanner
 from slime.backends.megatron.scoring import PassPlan, compute_advantages, plan_passes, score_rollout
+from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.step import TrainStep
 from slime.config import Config
@@ -35,8 +36,9 @@ class RolloutTrainer:
         passes: The model.
         step: Its optimizer step.
         hooks: Users' functions.
-        timer: Gets ``data_preprocess``, ``ref_log_probs``, ``log_probs``, ``actor_train`` and ``train``.
+        timer: Gets ``data_preprocess``, ``{ref,teacher}_log_probs``, ``log_probs``, ``actor_train`` and ``train``.
         reference: Weights of the reference policy, if a pass needs them.
+        teacher: Weights that on-policy distillation learns from, if the trainer holds them.
         old_actor: Weights that generated the rollout, with ``--keep-old-actor``.
 
     After ``train`` and ``estimate``, ``returns`` holds the returns of the samples that this rank speaks for
@@ -52,6 +54,7 @@ class RolloutTrainer:
         timer: Timer,
         *,
         reference: WeightSnapshot | None = None,
+        teacher: WeightSnapshot | None = None,
         old_actor: WeightSnapshot | None = None,
     ) -> None:
         self._config = config
@@ -61,8 +64,10 @@ class RolloutTrainer:
         self._hooks = hooks
         self._timer = timer
         self._reference = reference
+        self._teacher = teacher
         self._old_actor = old_actor
         self._planner = RolloutPlanner(config, self._parallel)
+        self._skips = SkipGuard(config.train.max_skipped_steps)
         self.step_metrics: list[dict[str, float]] = []
         self.returns: dict[int, Float32Array] = {}
 
@@ -85,7 +90,7 @@ class RolloutTrainer:
                 old_from_engine=pass_plan.old_from_engine,
             )
             with self._timer.context("actor_train"):
-                self.step_metrics, current = run_optimizer_steps(context, plan, self._passes, self._step)
+                self.step_metrics, current = run_optimizer_steps(context, plan, self._passes, self._step, self._skips)
             return reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
 
     def estimate(self, batch: RolloutBatch) -> dict[str, float]:
@@ -118,6 +123,9 @@ class RolloutTrainer:
         if pass_plan.ref:
             assert self._reference is not None, "the worker keeps a reference when a pass needs one"
             columns.ref_log_probs, _ = self._score_with("ref_", self._reference, plan)
+        if pass_plan.teacher:
+            assert self._teacher is not None, "the worker keeps a teacher when a pass needs one"
+            columns.teacher_log_probs, _ = self._score_with("teacher_", self._teacher, plan)
         if pass_plan.old:
             with_entropy = self._config.algorithm.use_rollout_entropy
             columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
@@ -156,6 +164,7 @@ class RolloutTrainer:
                 "ref_log_probs": columns.ref_log_probs,
                 "rollout_log_probs": columns.rollout_log_probs,
                 "teacher_log_probs": columns.teacher_log_probs,
+                "opd_reverse_kl": columns.opd_reverse_kl,
                 "entropy": columns.entropy,
                 "values": columns.values,
                 "advantages": columns.advantages,
