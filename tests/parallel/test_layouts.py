@@ -30,7 +30,15 @@ POLICY = {
     "normalize_advantages": True,
 }
 SFT = {"loss_type": "sft_loss", "calculate_per_token_loss": True, "compute_advantages_and_returns": False}
-LOSSES = {"policy": {"algorithm": POLICY, "data": DYNAMIC}, "sft": {"algorithm": SFT, "data": DYNAMIC}}
+VALUE = {"value_clip": 0.3}
+LOSSES = {
+    "policy": {"algorithm": POLICY, "data": DYNAMIC},
+    "sft": {"algorithm": SFT, "data": DYNAMIC},
+    "value": {"algorithm": VALUE, "data": DYNAMIC},
+}
+COLUMNS = {"policy": {"log_probs", "ref_log_probs", "advantages"}, "sft": set(), "value": {"values"}}
+"""What passes without a loss give, before the update."""
+
 
 COMBINED = ("tp2_sp_cp2", "pp2_cp2", "tp2_sp_pp2_dp2", "tp2_sp_pp2_cp2")
 CASES = [
@@ -47,7 +55,8 @@ CASES = [
         for name in ("ep2", "ep2_etp2", "ep2_pp2", "ep2_tp2_sp", "ep2_tp2_sp_etp1", "tp2_sp", "pp2_vpp2", "cp2", "dp2")
     ),
     *((name, "qwen2-moe", "policy") for name in ("ep2", "ep2_tp2_sp_cp2", "pp2")),
-    ("ep2", "qwen3-moe", "sft"),
+    *(("ep2", "qwen3-moe", loss) for loss in ("sft", "value")),
+    *((name, "qwen2-tied", "value") for name in ("pp2", "tp2_pp2")),
 ]
 
 
@@ -64,7 +73,7 @@ def one_process(models: dict[str, Path]) -> Callable[[str, str], Trace]:
 
 
 def training(model: Path, loss: str) -> Training:
-    return Training(model=model, sections=LOSSES[loss])
+    return Training(model=model, sections=LOSSES[loss], critic=loss == "value")
 
 
 @pytest.mark.parametrize(("layout_name", "model", "loss"), sorted(CASES, key=lambda c: (layout(c[0]).world_size, c)))
@@ -79,5 +88,4 @@ def test_trains_as_one_process(
     want = one_process(model, loss)
     found = table.compare(layout_name, model, loss, lambda: run(layout_name, training(models[model], loss)), want)
     assert found.passes, found
-    if loss != "sft":
-        assert {column for _, _, column in want.columns} == {"log_probs", "ref_log_probs", "advantages"}
+    assert {column for _, _, column in want.columns} == COLUMNS[loss]

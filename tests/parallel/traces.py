@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from slime.types import RolloutBatch
 from tests.parallel import recorder
 from tests.parallel.layouts import layout
 from tests.parallel.ragged import NUM_ROLLOUTS, ragged_rollout
 from tests.support.gloo import Rank, run_ranks
-from tests.support.training import make_config
+from tests.support.training import make_config, make_critic_config
 from tests.support.workers import running_worker, weights_of
 
 LIMIT = 1e-6
@@ -48,12 +51,14 @@ class Training:
         sections: Fields of ``Config`` by section.
         argv: Megatron's flags besides those of the layout.
         batches: What is trained.
+        critic: Train a value model instead of the policy.
     """
 
     model: Path
     sections: dict[str, dict[str, Any]]
     argv: tuple[str, ...] = ()
     batches: Sequence[RolloutBatch] = field(default_factory=lambda: [ragged_rollout()])
+    critic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +96,40 @@ class Differences:
 
 def trace(rank: Rank, training: Training, layout_name: str) -> Trace:
     """Train under a layout. Collective."""
-    chosen = layout(layout_name)
     sections = {name: dict(values) for name, values in training.sections.items()}
     sections["rollout"] = {"rollout_data_postprocess_path": recorder.PATH} | sections.get("rollout", {})
-    argv = (*OPTIMIZER, *training.argv, *chosen.argv)
-    config = make_config(training.model, argv, num_processes=rank.world_size, **sections)
-    losses, norms = [], []
-    with running_worker(config, rank) as worker:
+    argv = (*OPTIMIZER, *training.argv, *layout(layout_name).argv)
+    make = make_critic_config if training.critic else make_config
+    prefix, train_one = ("critic-train", train_critic) if training.critic else ("train", train_policy)
+    steps: list[dict[str, float]] = []
+    columns: Columns = {}
+    with running_worker(make(training.model, argv, num_processes=rank.world_size, **sections), rank) as worker:
         for batch in training.batches:
-            worker.train(batch)
-            losses += [step["train/loss"] for step in worker.step_metrics]
-            norms += [step["train/grad_norm"] for step in worker.step_metrics]
-        weights = weights_of(worker)
-    return Trace(losses=losses, grad_norms=norms, weights=weights, columns=recorder.take())
+            columns |= train_one(worker, batch)
+            steps += worker.step_metrics
+        return Trace(
+            losses=[step[f"{prefix}/{'value_loss' if training.critic else 'loss'}"] for step in steps],
+            grad_norms=[step[f"{prefix}/grad_norm"] for step in steps],
+            weights=weights_of(worker),
+            columns=columns,
+        )
+
+
+def train_policy(worker: Any, batch: RolloutBatch) -> Columns:
+    """Train one rollout; what this rank's samples got before the update."""
+    worker.train(batch)
+    return recorder.take()
+
+
+def train_critic(worker: Any, batch: RolloutBatch) -> Columns:
+    """Value and train one rollout; values of the samples that this rank speaks for."""
+    everyone: list[Any] = [None] * worker.parallel.world_size
+    dist.all_gather_object(everyone, worker.score(batch))
+    values = {sample: row for part in everyone for sample, row in part.items()}
+    rng = np.random.default_rng(batch.rollout_id)
+    returns = {i: (values[i] + rng.normal(size=len(values[i]))).astype(np.float32) for i in sorted(values)}
+    worker.train(batch, values, returns)
+    return {(batch.rollout_id, i, "values"): torch.from_numpy(row) for i, row in values.items()}
 
 
 Planted = Callable[[], AbstractContextManager[Any]]
