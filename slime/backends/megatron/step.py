@@ -133,7 +133,7 @@ class TrainStep:
     ) -> list[Objective]:
         algorithm, passes = context.config.algorithm, self._passes
         custom = algorithm.loss_type == "custom_loss"
-        fused = context.config.train.recompute_loss_function and not custom
+        fused = passes.keeps_no_logits and not custom
         with_entropy = algorithm.loss_type == "policy_loss"
         loss_of = policy_loss if algorithm.loss_type == "policy_loss" else supervised_loss
 
