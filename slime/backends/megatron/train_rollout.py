@@ -17,6 +17,7 @@ from torch import distributed as dist
 from slime.backends.megatron.batches import MicroBatch, RowSettings, build_micro_batch, packing_lengths
 from slime.backends.megatron.checks import check_step
 from slime.backends.megatron.hooks import TrainHooks
+from slime.backends.megatron.logprob_evidence import difference_pattern
 from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data
@@ -34,6 +35,7 @@ from slime.data.packing import (
     repack,
     sequence_costs,
 )
+from slime.observability.logprob_monitor import DIFF_KEY, exceeds
 from slime.observability.metrics import reduce_metrics
 from slime.observability.timers import Timer
 from slime.types import RolloutBatch
@@ -125,8 +127,11 @@ class RolloutTrainer:
                 columns=columns,
                 old_from_engine=pass_plan.old_from_engine,
             )
-            current = self._optimize(context, plan)
-            return reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+            current, entropy = self._optimize(context, plan)
+            metrics = reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+            if exceeds(metrics.get(DIFF_KEY, 0.0), self._config.algorithm.max_logprob_diff):
+                metrics |= self._difference_pattern(plan, columns, current, entropy)
+            return metrics
 
     def _plan(self, batch: RolloutBatch) -> RolloutPlan:
         lengths = packing_lengths(batch, share_prompts=self._rows.share_prompts)
@@ -194,11 +199,12 @@ class RolloutTrainer:
             self._hooks.rollout_data_postprocess(self._hooks.args, batch.rollout_id, data)
             from_hook_data(data, batch, columns, plan.samples, flag="--rollout-data-postprocess-path")
 
-    def _optimize(self, context: LossContext, plan: RolloutPlan) -> Column:
-        """All optimizer steps; returns the log-probs that each sample had when its step began."""
+    def _optimize(self, context: LossContext, plan: RolloutPlan) -> tuple[Column, Column]:
+        """All optimizer steps; returns the log-probs and entropies that each sample had when its step began."""
         batch, steps = context.batch, plan.schedule.steps
         self.step_metrics = []
         current: Column = {}
+        entropy: Column = {}
         if self._config.algorithm.reset_optimizer_states:
             self._step.reset_states()
         with self._timer.context("actor_train"):
@@ -214,12 +220,24 @@ class RolloutTrainer:
                     )
                 result = self._step.run(context, micro_batches, _denominators(self._config, batch, step))
                 current |= result.log_probs
+                entropy |= result.entropy
                 metrics = {f"train/{name}": value for name, value in result.metrics.items()}
                 metrics["train/step"] = float(batch.rollout_id * len(steps) + step_id)
                 check_step(self._config, metrics, rollout_id=batch.rollout_id, step_id=step_id)
                 self.step_metrics.append(metrics)
                 self._skips.note(result.skip, rollout_id=batch.rollout_id, step_id=step_id)
-        return current
+        return current, entropy
+
+    def _difference_pattern(
+        self, plan: RolloutPlan, columns: RolloutColumns, current: Column, entropy: Column
+    ) -> dict[str, float]:
+        """How the engine's log-probs differ from those of the weights before the first update."""
+        assert columns.rollout_log_probs is not None, "the difference to them was measured"
+        scored = current if columns.old_log_probs is None else columns.old_log_probs
+        entropy = entropy if columns.entropy is None else columns.entropy
+        return difference_pattern(
+            scored, columns.rollout_log_probs, entropy, columns.masks, plan.samples, self._parallel
+        )
 
     def _rollout_metrics(
         self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column
