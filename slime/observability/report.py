@@ -180,6 +180,7 @@ class Reporter:
 # Label, metric key; what the line names only when it happened.
 _INCIDENTS = (
     ("UPDATES SKIPPED (not finite)", "train/skipped_steps_count"),
+    ("CRITIC UPDATES SKIPPED (not finite)", "critic-train/skipped_steps_count"),
     ("SAMPLES LEFT OUT (not finite)", "rollout/not_finite_samples_count"),
 )
 

@@ -93,15 +93,30 @@ def reference_point(config: Config) -> StartPoint:
     """
     settings = config.checkpoint
     if settings.ref_load is not None:
-        path = Path(settings.ref_load)
-        if is_megatron_dir(path):
-            return _megatron_point(path, settings.ref_ckpt_step, flag="--ref-load")
-        if is_hf_dir(path):
-            return StartPoint(kind="hf", path=path)
-        raise CheckpointError(f"--ref-load {path}: neither {TRACKER} nor config.json is in it")
+        return _weights_point(Path(settings.ref_load), settings.ref_ckpt_step, flag="--ref-load")
     if config.hf is None:
         raise CheckpointError("nothing to start from: give --load, --ref-load or --hf-checkpoint")
     return StartPoint(kind="hf", path=Path(config.hf.path))
+
+
+def teacher_point(config: Config) -> StartPoint:
+    """Where the weights of a Megatron teacher come from: ``--opd-teacher-load``.
+
+    Raises:
+        CheckpointError: It cannot be loaded.
+    """
+    algorithm = config.algorithm
+    if algorithm.opd_teacher_load is None:
+        raise CheckpointError("--opd-type megatron needs --opd-teacher-load, the directory of the teacher's weights")
+    return _weights_point(Path(algorithm.opd_teacher_load), algorithm.opd_teacher_ckpt_step, flag="--opd-teacher-load")
+
+
+def _weights_point(path: Path, step: int | None, *, flag: str) -> StartPoint:
+    if is_megatron_dir(path):
+        return _megatron_point(path, step, flag=flag)
+    if is_hf_dir(path):
+        return StartPoint(kind="hf", path=path)
+    raise CheckpointError(f"{flag} {path}: neither {TRACKER} nor config.json is in it")
 
 
 def _megatron_point(root: Path, step: int | None, *, flag: str) -> StartPoint:
