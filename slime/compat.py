@@ -104,6 +104,10 @@ ESTABLISHED: Mapping[str, Mapping[str, str]] = {
     "slime.rollout.sft_rollout": {
         "generate_rollout": "slime.rollout.sft:generate_rollout",
     },
+    "slime.rollout.on_policy_distillation": {
+        "reward_func": "slime.rollout.distillation:reward_func",
+        "post_process_rewards": "slime.rollout.distillation:post_process_rewards",
+    },
     "slime.rollout.rm_hub": {
         "async_rm": "slime.rewards:async_rm",
         "batched_async_rm": "slime.rewards:batched_async_rm",

@@ -38,6 +38,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     _force_to_disk(path.parent)  # the renaming itself
 
 
+def force_tree_to_disk(folder: Path) -> None:
+    """Force a folder's files to the disk: a later renaming must not survive a power cut that its content did not."""
+    for entry in folder.rglob("*"):
+        _force_to_disk(entry)
+    _force_to_disk(folder)
+
+
 def _force_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

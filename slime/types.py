@@ -8,7 +8,6 @@ response-aligned column has ``response_length`` entries after ``append_response_
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -17,7 +16,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from slime.replay_data import Int32Array, append_kept_tokens, check_kept_tokens, splice_routes
+
 Float32Array = npt.NDArray[np.float32]
 
 
@@ -176,7 +176,8 @@ class Sample:
         """Append one span of response tokens and keep every aligned column in step.
 
         Args:
-            args: Flat argument view; only ``sglang_speculative_algorithm`` is read from it.
+            args: Flat argument view; ``sglang_speculative_algorithm`` is read from it, and the model's layers and
+                top-k when ``meta_info`` has routed experts as flat values.
             tokens: ``[n]`` new token ids.
             log_probs: ``[n]`` engine log-probs; required for trainable tokens, refused otherwise.
             trainable: Whether the span gets loss mask 1.
@@ -190,12 +191,21 @@ class Sample:
         meta_info = meta_info or {}
         span = [int(t) for t in tokens]
         self._append_columns(span, log_probs, trainable)
-        self._append_top_p(len(span), trainable, meta_info)
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = append_kept_tokens(
+            self.rollout_top_p_token_ids,
+            self.rollout_top_p_token_offsets,
+            earlier=self.response_length,
+            count=len(span),
+            trainable=trainable,
+            meta_info=meta_info,
+        )
         self.tokens = list(self.tokens) + span
         self.response_length += len(span)
         if text is not None:
             self.response += text
-        self._set_routed_experts(meta_info)
+        self.rollout_routed_experts = splice_routes(
+            self.rollout_routed_experts, num_tokens=len(self.tokens), meta_info=meta_info, args=args
+        )
         if update_terminal_info and meta_info:
             self._apply_terminal_info(args, meta_info)
         self.check_alignment()
@@ -218,41 +228,6 @@ class Sample:
         self.loss_mask = mask + [int(trainable)] * len(span)
         new = [0.0] * len(span) if log_probs is None else [float(p) for p in log_probs]
         self.rollout_log_probs = list(self.rollout_log_probs) + new
-
-    def _append_top_p(self, n: int, trainable: bool, meta_info: Mapping[str, Any]) -> None:
-        ids = _int32_column(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
-        offsets = _int32_column(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
-        if (ids is None) != (offsets is None):
-            raise ValueError("top-p token ids and offsets come together or not at all")
-        if ids is None or offsets is None:
-            if self.rollout_top_p_token_offsets is not None and n and not trainable:
-                last = self.rollout_top_p_token_offsets[-1]
-                pad = np.full(n, last, dtype=np.int32)
-                self.rollout_top_p_token_offsets = np.concatenate([self.rollout_top_p_token_offsets, pad])
-            return
-        if len(offsets) != n + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
-            raise ValueError(
-                f"top-p offsets must start at 0, end at {len(ids)} and have {n + 1} entries; "
-                f"found {len(offsets)} entries, {offsets[:1].tolist()} to {offsets[-1:].tolist()}"
-            )
-        if self.rollout_top_p_token_ids is None or self.rollout_top_p_token_offsets is None:
-            self.rollout_top_p_token_ids = np.zeros(0, dtype=np.int32)
-            self.rollout_top_p_token_offsets = np.zeros(self.response_length + 1, dtype=np.int32)
-        shift = self.rollout_top_p_token_offsets[-1]
-        self.rollout_top_p_token_ids = np.concatenate([self.rollout_top_p_token_ids, ids])
-        self.rollout_top_p_token_offsets = np.concatenate([self.rollout_top_p_token_offsets, offsets[1:] + shift])
-
-    def _set_routed_experts(self, meta_info: Mapping[str, Any]) -> None:
-        found = meta_info.get("routed_experts")
-        if found is None:
-            return
-        if not isinstance(found, np.ndarray) or found.ndim != 3:  # pyright: ignore[reportUnknownMemberType]
-            raise ValueError("routed_experts must be an int array [tokens, layers, top-k]; decode the reply first")
-        rows = np.asarray(found, dtype=np.int32)
-        start = int(meta_info.get("routed_experts_start_len", 0))
-        if start and self.rollout_routed_experts is not None:
-            rows = np.concatenate([self.rollout_routed_experts[:start], rows])
-        self.rollout_routed_experts = rows
 
     def _apply_terminal_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         if args is not None and args.sglang_speculative_algorithm:
@@ -284,20 +259,6 @@ class Sample:
             raise ValueError(f"routed experts have {len(experts)} rows, expected {len(self.tokens) - 1}")
 
 
-def _int32_column(meta_info: Mapping[str, Any], *names: str) -> Int32Array | None:
-    """First present column of ``names``, decoded from base64, bytes or a list."""
-    for name in names:
-        value = meta_info.get(name)
-        if value is None:
-            continue
-        if isinstance(value, str):
-            value = base64.b64decode(value)
-        if isinstance(value, bytes):
-            return np.frombuffer(value, dtype=np.int32).copy()
-        return np.asarray(value, dtype=np.int32)
-    return None
-
-
 Group = list[Sample]
 """One prompt with its ``n_samples_per_prompt`` samples."""
 
@@ -318,6 +279,13 @@ class RolloutBatch:
     N samples, L_i total and R_i response tokens of sample i. ``rollout_mask_sums[i]`` is the sum
     of loss masks over all samples with the same ``rollout_ids[i]``, so that a loss can weigh each
     trajectory once without seeing the rest of it.
+
+    ``rollout_top_p_token_ids[i]`` are the kept token sets of the response one after another:
+    response token t was drawn from ``ids[offsets[t]:offsets[t + 1]]``, which holds it; an empty set
+    means that nothing was cut. ``rollout_log_probs`` are then those of the cut distribution. Row t of
+    ``rollout_routed_experts[i]`` are the experts of token t in every layer, -1 (``UNROUTED``) where no
+    engine has routed it and 0 in dense layers; the last token was never run and has no row. Samples
+    without a record in a batch that has some get empty sets and -1.
     """
 
     rollout_id: int
@@ -334,6 +302,9 @@ class RolloutBatch:
     weight_versions: list[tuple[str, ...]]  # N
     rollout_log_probs: list[Float32Array] | None = None  # N x [R_i]
     teacher_log_probs: list[Float32Array] | None = None  # N x [R_i]
+    rollout_top_p_token_ids: list[Int32Array] | None = None  # N x [K_i]
+    rollout_top_p_token_offsets: list[Int32Array] | None = None  # N x [R_i + 1], from 0 to K_i
+    rollout_routed_experts: list[Int32Array] | None = None  # N x [L_i - 1, layers, top-k]
     metadata: list[dict[str, Any] | None] | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
@@ -353,6 +324,25 @@ class RolloutBatch:
             for i, (row, length) in enumerate(zip(rows or [], self.response_lengths if rows else [], strict=True)):
                 if len(row) != length:
                     raise ValueError(f"{name}[{i}] has {len(row)} entries, response_lengths[{i}] is {length}")
+        self._check_replay_columns()
+
+    def _check_replay_columns(self) -> None:
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        if (ids is None) != (offsets is None):
+            raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets come together or not at all")
+        if ids is not None and offsets is not None:
+            for i, (tokens, length) in enumerate(zip(self.tokens, self.response_lengths, strict=True)):
+                try:
+                    check_kept_tokens(ids[i], offsets[i], tokens[len(tokens) - length :])
+                except ValueError as error:
+                    raise ValueError(f"rollout_top_p_token_ids[{i}]: {error}") from None
+        routes = self.rollout_routed_experts or []
+        for i, row in enumerate(routes):
+            if row.shape != (len(self.tokens[i]) - 1, *routes[0].shape[1:]) or row.ndim != 3:
+                raise ValueError(
+                    f"rollout_routed_experts[{i}] has shape {list(row.shape)}; expected "
+                    f"[{len(self.tokens[i]) - 1}, layers, top-k] with the layers and top-k of the other samples"
+                )
 
     def __len__(self) -> int:
         return len(self.tokens)

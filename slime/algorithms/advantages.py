@@ -140,12 +140,18 @@ def generalized_advantages(inputs: AdvantageInputs) -> Advantages:
     return Advantages(advantages=advantages, returns=returns)
 
 
-def subtract_distillation_kl(
-    advantages: Sequence[Tensor],
-    student_log_probs: Sequence[Tensor],
-    teacher_log_probs: Sequence[Tensor],
-    coefficient: float,
-) -> list[Tensor]:
-    """On-policy distillation: ``A_t -= coefficient * (student - teacher)``, N x ``[R_i]`` each."""
-    rows = zip(advantages, student_log_probs, teacher_log_probs, strict=True)
-    return [a - coefficient * (s - t) for a, s, t in rows]
+def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """On-policy distillation's one-sample estimate of KL(student || teacher) at each token.
+
+    Its negative is added to the advantages: the policy gradient then follows the gradient of the
+    divergence on the student's own samples. See https://arxiv.org/abs/2306.08543.
+
+    Args:
+        student_log_probs: ``[R]`` of the policy that wrote the response.
+        teacher_log_probs: ``[R]``.
+        mask: ``[R]``, 1 where a token is trained.
+
+    Returns:
+        ``[R]``; 0 at masked tokens, whatever the log-probs there are.
+    """
+    return torch.where(mask.bool(), student_log_probs - teacher_log_probs, torch.zeros_like(student_log_probs))

@@ -20,6 +20,7 @@ from slime.cluster.rollout_metrics import evaluation_metrics, rollout_metrics
 from slime.cluster.schedule import complete_schedule
 from slime.config import ArgsView, Config
 from slime.data.batch import build_rollout_batch
+from slime.data.finite import screen_batch
 from slime.data.foreign import build_data_source
 from slime.data.record import load_rollout, regroup, save_rollout
 from slime.observability.progress import ProgressBoard, ProgressSnapshot
@@ -132,11 +133,12 @@ class RolloutManager:
         data_state = self._data_state(rollout_id)
         if config.debug.save_debug_rollout_data and not config.debug.load_debug_rollout_data:
             save_rollout(config.debug.save_debug_rollout_data, rollout_id, groups)
-        batch = build_rollout_batch(self._args, rollout_id, groups)
+        batch, not_finite = screen_batch(build_rollout_batch(self._args, rollout_id, groups))
+        metrics = rollout_metrics(self._args, rollout_id, groups, extra, seconds, batch)
         report = RolloutReport(
             rollout_id=rollout_id,
             num_samples=len(batch),
-            metrics=rollout_metrics(self._args, rollout_id, groups, extra, seconds, batch),
+            metrics={**metrics, "rollout/not_finite_samples_count": float(not_finite)},
             plugin_rows=self._outbox.take(),
             data_state=data_state,
         )

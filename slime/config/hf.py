@@ -24,7 +24,7 @@ _UNTIED_BY_DEFAULT = frozenset(
     }
 )  # fmt: skip
 
-LOADABLE_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
+LOADABLE_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 """``model_type`` values that can be trained: the families with a weight table, which a test compares."""
 
 

@@ -16,7 +16,13 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from slime.algorithms import ALGORITHMS, shape_group_rewards
-from slime.data.columns import batch_from_columns, fill_missing_ids, rollout_mask_sums
+from slime.data.columns import (
+    batch_from_columns,
+    fill_missing_ids,
+    kept_token_columns,
+    rollout_mask_sums,
+    route_column,
+)
 from slime.data.dataset import get_source
 from slime.errors import PluginError
 from slime.plugins import load_plugin
@@ -72,6 +78,11 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
     rollout_ids = fill_missing_ids([sample.rollout_id for sample in samples])
     raw_rewards, rewards = _rewards(args, samples, group_ids, rollout_ids)
     loss_masks = [_loss_mask(sample) for sample in samples]
+    kept_ids, kept_offsets = kept_token_columns(
+        [sample.rollout_top_p_token_ids for sample in samples],
+        [sample.rollout_top_p_token_offsets for sample in samples],
+        [sample.response_length for sample in samples],
+    )
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=[np.asarray(sample.tokens, dtype=np.int32) for sample in samples],
@@ -87,6 +98,11 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
         weight_versions=[tuple(sample.weight_versions) for sample in samples],
         rollout_log_probs=_aligned_column("rollout_log_probs", samples),
         teacher_log_probs=_aligned_column("teacher_log_probs", samples),
+        rollout_top_p_token_ids=kept_ids,
+        rollout_top_p_token_offsets=kept_offsets,
+        rollout_routed_experts=route_column(
+            [sample.rollout_routed_experts for sample in samples], [len(sample.tokens) for sample in samples]
+        ),
         metadata=_metadata_column(samples),
         extra=_extra_columns(samples),
     )
@@ -150,21 +166,36 @@ def _rewards(
     if path is not None:
         return _custom_rewards(args, samples, path)
     raw = [_reward_value(args, sample) for sample in samples]
-    spec = ALGORITHMS[args.advantage_estimator]
-    if not (spec.group_baseline and args.rewards_normalization):
-        return raw, list(raw)
     # What a fault of a plug-in left behind says nothing about the prompt, so it moves no baseline.
     graded = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
+    return raw, baseline_rewards(args, raw, group_ids, rollout_ids, graded)
+
+
+def baseline_rewards(
+    args: BatchArgs, raw: Sequence[float], group_ids: Sequence[int], rollout_ids: Sequence[int], graded: Sequence[int]
+) -> list[float]:
+    """Rewards as the estimator trains on them: compared within their group where it does that.
+
+    Args:
+        args: Flat argument view.
+        raw: N rewards as graded.
+        group_ids: N prompt ids.
+        rollout_ids: N trajectory ids.
+        graded: Positions of those that count; where there is a baseline, the others get 0 and move none.
+    """
+    spec = ALGORITHMS[args.advantage_estimator]
+    if not (spec.group_baseline and args.rewards_normalization):
+        return list(raw)
     shaped = shape_group_rewards(
         [raw[i] for i in graded],
         [group_ids[i] for i in graded],
         [rollout_ids[i] for i in graded],
         normalize_std=spec.group_std and args.grpo_std_normalization,
     )
-    rewards = [0.0] * len(samples)
+    rewards = [0.0] * len(raw)
     for i, reward in zip(graded, shaped, strict=True):
         rewards[i] = reward
-    return raw, rewards
+    return rewards
 
 
 def _custom_rewards(args: BatchArgs, samples: list[Sample], path: str) -> tuple[list[float], list[float]]:
@@ -225,15 +256,7 @@ def _metadata_column(samples: list[Sample]) -> list[dict[str, Any] | None] | Non
 
 def _extra_columns(samples: list[Sample]) -> dict[str, list[Any]]:
     """Columns that only some runs have; present when any sample has a value."""
-    columns: dict[str, list[Any]] = {
-        name: [getattr(sample, name) for sample in samples]
-        for name in (
-            "rollout_top_p_token_ids",
-            "rollout_top_p_token_offsets",
-            "rollout_routed_experts",
-            "multimodal_train_inputs",
-        )
-    }
+    columns: dict[str, list[Any]] = {"multimodal_train_inputs": [sample.multimodal_train_inputs for sample in samples]}
     columns["failed"] = [sample.status is Status.FAILED or None for sample in samples]
     columns["round_number"] = [sample.metadata.get("round_number") for sample in samples]
     sources = [get_source(sample) for sample in samples]

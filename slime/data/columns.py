@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from slime.errors import PluginError
-from slime.types import Float32Array, RolloutBatch
+from slime.replay_data import no_kept_tokens, no_routes
+from slime.types import Float32Array, Int32Array, RolloutBatch
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 _REQUIRED = ("tokens", "response_lengths", "rewards")
@@ -28,6 +29,9 @@ _TYPED = frozenset(
         "weight_versions",
         "rollout_log_probs",
         "teacher_log_probs",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+        "rollout_routed_experts",
         "metadata",
     }
 )
@@ -51,6 +55,46 @@ def rollout_mask_sums(loss_masks: Sequence[Float32Array], rollout_ids: Sequence[
     return [sums[rollout_id] for rollout_id in rollout_ids]
 
 
+def kept_token_columns(
+    ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response_lengths: Sequence[int]
+) -> tuple[list[Int32Array] | None, list[Int32Array] | None]:
+    """Columns of kept token sets; a sample without them gets empty ones, and none at all make no column.
+
+    Args:
+        ids: N times ``[K_i]``, any of them None.
+        offsets: N times ``[R_i + 1]``, None where ``ids`` is.
+        response_lengths: N.
+
+    Raises:
+        ValueError: One comes without the other.
+    """
+    if ids is None and offsets is None:
+        return None, None
+    id_rows: list[Int32Array] = []
+    offset_rows: list[Int32Array] = []
+    missing = 0
+    for row, starts, length in zip(ids or (), offsets or (), response_lengths, strict=True):
+        if (row is None) != (starts is None):
+            raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets come together or not at all")
+        missing += row is None
+        pair = no_kept_tokens(length) if row is None else (row, starts)
+        id_rows.append(np.asarray(pair[0], dtype=np.int32))
+        offset_rows.append(np.asarray(pair[1], dtype=np.int32))
+    return (None, None) if missing == len(response_lengths) else (id_rows, offset_rows)
+
+
+def route_column(rows: Sequence[Any] | None, total_lengths: Sequence[int]) -> list[Int32Array] | None:
+    """The column of routed experts ``[L_i - 1, layers, top-k]``; a sample without any gets rows of ``UNROUTED``."""
+    example = next((row for row in rows or () if row is not None), None)
+    if rows is None or example is None:
+        return None
+    inner = np.asarray(example).shape[1:]
+    return [
+        no_routes(length - 1, inner) if row is None else np.asarray(row, dtype=np.int32)
+        for row, length in zip(rows, total_lengths, strict=True)
+    ]
+
+
 def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
     """The batch as the dict of lists that hooks know; the lists are the batch's own."""
     columns: dict[str, Any] = {
@@ -69,6 +113,9 @@ def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
     optional = {
         "rollout_log_probs": batch.rollout_log_probs,
         "teacher_log_probs": batch.teacher_log_probs,
+        "rollout_top_p_token_ids": batch.rollout_top_p_token_ids,
+        "rollout_top_p_token_offsets": batch.rollout_top_p_token_offsets,
+        "rollout_routed_experts": batch.rollout_routed_experts,
         "metadata": batch.metadata,
     }
     columns.update({name: column for name, column in optional.items() if column is not None})
@@ -100,9 +147,13 @@ def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: S
         rollout_ids = fill_missing_ids(list(columns.get("rollout_ids") or [None] * n))
         own_groups = columns.get("group_ids") or (group_ids if len(group_ids) == n else range(n))
         rewards = [float(r) for r in columns["rewards"]]
+        tokens = [np.asarray(row, dtype=np.int32) for row in columns["tokens"]]
+        kept_ids, kept_offsets = kept_token_columns(
+            columns.get("rollout_top_p_token_ids"), columns.get("rollout_top_p_token_offsets"), lengths
+        )
         return RolloutBatch(
             rollout_id=rollout_id,
-            tokens=[np.asarray(row, dtype=np.int32) for row in columns["tokens"]],
+            tokens=tokens,
             response_lengths=lengths,
             loss_masks=loss_masks,
             rewards=rewards,
@@ -116,6 +167,9 @@ def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: S
             weight_versions=[tuple(v) for v in columns.get("weight_versions") or [()] * n],
             rollout_log_probs=_float_rows(columns.get("rollout_log_probs")),
             teacher_log_probs=_float_rows(columns.get("teacher_log_probs")),
+            rollout_top_p_token_ids=kept_ids,
+            rollout_top_p_token_offsets=kept_offsets,
+            rollout_routed_experts=route_column(columns.get("rollout_routed_experts"), [len(t) for t in tokens]),
             metadata=list(columns["metadata"]) if columns.get("metadata") else None,
             extra={name: list(column) for name, column in columns.items() if name not in _TYPED},
         )

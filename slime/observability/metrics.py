@@ -213,7 +213,7 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["rollout/mixed_weight_versions"] = sum(len(set(row)) > 1 for row in known) / len(known)
     if batch.rollout_log_probs is not None:
         pairs = zip(batch.rollout_log_probs, batch.loss_masks, strict=True)
-        sums = [(float((p * m).sum()), float(m.sum())) for p, m in pairs]
+        sums = [(float(p[m > 0].sum()), float(m.sum())) for p, m in pairs]  # masked entries may hold anything
         means = [total / count for total, count in sums if count]
         if means:
             metrics["rollout/rollout_log_probs"] = statistics.fmean(means)

@@ -199,12 +199,20 @@ class Reporter:
         logger.warning("%s", message)
 
 
+# Label, metric key; what the line names only when it happened.
+_INCIDENTS = (
+    ("UPDATES SKIPPED (not finite)", "train/skipped_steps_count"),
+    ("SAMPLES LEFT OUT (not finite)", "rollout/not_finite_samples_count"),
+)
+
+
 def format_step(step: int, num_rollout: int, metrics: Mapping[str, float]) -> str:
-    """The line of one rollout: only columns whose numbers exist."""
+    """The line of one rollout: only columns whose numbers exist, and what went wrong."""
     cells: list[str] = []
     for label, keys, form in _COLUMNS:
         key = next((k for k in keys if k in metrics), None)
         if key is not None:
             seconds = form.endswith("s")
             cells.append(f"{label} {metrics[key]:{form.removesuffix('s')}}{'s' if seconds else ''}")
+    cells += [f"{metrics[key]:.0f} {label}" for label, key in _INCIDENTS if metrics.get(key, 0.0) > 0]
     return f"rollout {step + 1}/{num_rollout} | " + " | ".join(cells)

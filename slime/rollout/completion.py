@@ -7,7 +7,6 @@ budget arithmetic and the refusal of replies whose columns do not fit.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from slime.data.templates import render_prompt
 from slime.errors import DataError, EngineError
 from slime.observability.trace import trace_span
+from slime.replay_data import decode_int32
 from slime.rollout.context import RolloutContext
 from slime.types import Sample
 
@@ -89,15 +89,24 @@ def token_budget(context: RolloutContext, num_input_ids: int, max_new_tokens: in
 
 
 async def complete(
-    context: RolloutContext, sample: Sample, input_ids: Sequence[int], sampling_params: Mapping[str, Any]
+    context: RolloutContext,
+    sample: Sample,
+    input_ids: Sequence[int],
+    sampling_params: Mapping[str, Any],
+    *,
+    routes_from: int = 0,
 ) -> Completion:
     """Ask an engine for one completion.
+
+    Where sampling cuts the distribution, a training request asks for the kept tokens too, and the log-probs are those
+    of the cut distribution: what training computes with the same tokens kept.
 
     Args:
         context: The rollout's handle.
         sample: Its session id routes the request.
         input_ids: ``[n]`` prompt ids.
         sampling_params: In the engine's names.
+        routes_from: Leading tokens whose routed experts are known already.
 
     Raises:
         EngineError: The engine refused, or its reply does not fit together.
@@ -108,12 +117,9 @@ async def complete(
     params = {k: v for k, v in sampling_params.items() if v is not None}
     params.setdefault("sampling_seed", request_seed(args.rollout_seed, sample, len(input_ids), evaluation=evaluation))
     payload: dict[str, Any] = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
-    if args.use_rollout_routing_replay and not evaluation:
-        payload["return_routed_experts"] = True
-    if args.rollout_top_p != 1.0 and not evaluation:
-        payload["return_sampling_mask"] = True
+    replay = {} if evaluation else _replay_fields(args, params, routes_from)
     base_url = None
-    if len(payload) > 3:
+    if replay:
         # The router drops these fields, so such requests go straight to a worker; the session
         # decides which one, for the sake of its prefix cache.
         workers = await context.client.healthy_worker_urls()
@@ -122,10 +128,21 @@ async def complete(
     if sample.session_id and args.router_policy == "consistent_hashing":
         headers = {ROUTING_HEADER: sample.session_id}
     with trace_span(sample, "sglang_generate") as span:
-        reply = await context.client.generate(payload, headers=headers, base_url=base_url)
-        completion = _read_reply(args, reply, want_mask="return_sampling_mask" in payload)
+        reply = await context.client.generate(payload | replay, headers=headers, base_url=base_url)
+        completion = _read_reply(args, reply, replay)
         span.update({name: completion.meta_info[name] for name in TRACED if name in completion.meta_info})
     return completion
+
+
+def _replay_fields(args: Any, params: Mapping[str, Any], routes_from: int) -> dict[str, Any]:
+    """What a training request asks for besides, so that training can repeat the engine's choices."""
+    fields: dict[str, Any] = {}
+    if args.use_rollout_routing_replay:
+        fields["return_routed_experts"] = True
+        fields["routed_experts_start_len"] = routes_from
+    if params.get("top_p", 1.0) != 1.0 or params.get("top_k", -1) != -1 or params.get("min_p", 0.0) > 0.0:
+        fields["return_sampling_mask"] = True
+    return fields
 
 
 def request_seed(rollout_seed: int, sample: Sample, num_input_ids: int, *, evaluation: bool) -> int:
@@ -139,29 +156,55 @@ def request_seed(rollout_seed: int, sample: Sample, num_input_ids: int, *, evalu
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
 
 
-def _read_reply(args: Any, reply: Mapping[str, Any], *, want_mask: bool) -> Completion:
+def _read_reply(args: Any, reply: Mapping[str, Any], replay: Mapping[str, Any]) -> Completion:
     meta: dict[str, Any] = dict(reply["meta_info"])
     # Pairs without the ids of top candidates, once read, would only be carried along.
     triples = meta.pop("output_token_logprobs", None)
     if triples is None:
         raise EngineError(f"the engine answered without output_token_logprobs; keys found: {sorted(meta)}")
     token_ids = [int(t[1]) for t in triples]
+    log_probs = [float(t[0]) for t in triples]
     output_ids = reply.get("output_ids")
     if output_ids is not None and len(output_ids) != len(token_ids):
         raise EngineError(f"the engine answered {len(output_ids)} output_ids with {len(token_ids)} log-probs")
+    if "return_sampling_mask" in replay and token_ids:
+        log_probs = _read_kept_tokens(args, meta, len(token_ids))
+    if "return_routed_experts" in replay and token_ids:
+        _read_routes(args, meta, replay["routed_experts_start_len"])
+    return Completion(token_ids, log_probs, str(reply.get("text") or ""), meta)
+
+
+def _read_kept_tokens(args: Any, meta: dict[str, Any], count: int) -> list[float]:
+    """Bring kept token sets into ``Sample``'s form; return the log-probs of the cut distribution."""
     mask = meta.pop("output_token_sampling_mask", None)
-    if mask is not None:
-        if len(mask) != len(token_ids):
-            raise EngineError(f"the engine answered {len(mask)} sampling masks with {len(token_ids)} tokens")
-        meta["top_p_token_ids"] = [i for row in mask for i in row]
-        meta["top_p_token_offsets"] = np.cumsum([0, *(len(row) for row in mask)]).tolist()
-    elif want_mask and token_ids and meta.get("top_p_token_ids") is None:
+    log_probs = meta.pop("output_token_sampling_logprobs", None)
+    if mask is None or log_probs is None:
         raise EngineError(
-            f"the engine returned no sampling mask, which training with --rollout-top-p {args.rollout_top_p} needs; "
-            "use --rollout-top-p 1.0 or an engine with return_sampling_mask"
+            "the engine returned no sampling mask with log-probs, which training with --rollout-top-p "
+            f"{args.rollout_top_p} and --rollout-top-k {args.rollout_top_k} needs; use --rollout-top-p 1.0 and "
+            "--rollout-top-k -1, or an engine with return_sampling_mask"
         )
-    experts = meta.get("routed_experts")
-    if isinstance(experts, str):
-        rows = np.frombuffer(base64.b64decode(experts), dtype=np.int32)
-        meta["routed_experts"] = rows.reshape(-1, args.num_layers, args.moe_router_topk)
-    return Completion(token_ids, [float(t[0]) for t in triples], str(reply.get("text") or ""), meta)
+    if len(mask) != count or len(log_probs) != count:
+        raise EngineError(
+            f"the engine answered {len(mask)} sampling masks and {len(log_probs)} log-probs with {count} tokens"
+        )
+    meta["top_p_token_ids"] = [i for row in mask for i in row]
+    meta["top_p_token_offsets"] = np.cumsum([0, *(len(row) for row in mask)]).tolist()
+    return [float(p) for p in log_probs]
+
+
+def _read_routes(args: Any, meta: dict[str, Any], start: int) -> None:
+    """Bring routed experts into ``Sample``'s form."""
+    if meta.get("routed_experts") is None:
+        raise EngineError(
+            "the engine returned no routed experts, which --use-rollout-routing-replay needs; drop that flag for a "
+            "model without experts, or use an engine with return_routed_experts"
+        )
+    rows = decode_int32(meta["routed_experts"])
+    if rows.size % (args.num_layers * args.moe_router_topk):
+        raise EngineError(
+            f"the engine answered {rows.size} routed experts, no multiple of --num-layers {args.num_layers} x "
+            f"--moe-router-topk {args.moe_router_topk}; the engine's model is not the one that is trained"
+        )
+    meta["routed_experts"] = rows.reshape(-1, args.num_layers, args.moe_router_topk)
+    meta["routed_experts_start_len"] = start

@@ -147,7 +147,10 @@ class Conversation:
             self.out_of_budget = True
             return ""
         started = time.monotonic()
-        completion = await complete(self._context, self._sample, input_ids, {**params, "max_new_tokens": budget})
+        params["max_new_tokens"] = budget
+        completion = await complete(
+            self._context, self._sample, input_ids, params, routes_from=_num_routed(prompt_ids, spans)
+        )
         self.generation_seconds += time.monotonic() - started
         if completion.finish_type == "abort":
             self.aborted = True
@@ -259,6 +262,16 @@ class Conversation:
             raise ValueError("the chat template leaves nothing of the answers")
         first = mask.index(1)
         return self._start_ids or ids[:first], ids[first:], mask[first:]
+
+
+def _num_routed(prompt_ids: list[int], spans: list[Span]) -> int:
+    """Leading tokens that the turns so far were run on: all up to the last generated token, which never was."""
+    count, routed = len(prompt_ids), 0
+    for span in spans:
+        count += len(span.token_ids)
+        if span.completion is not None and span.token_ids:
+            routed = count - 1
+    return routed
 
 
 def _last_answer(messages: list[Message]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from slime.errors import ConfigError, PluginError, SlimeError, WaitTimeoutError
 from slime.observability.trace import trace_next_attempt, trace_span
+from slime.replay_data import num_routed
 from slime.rollout.completion import complete, prompt_token_ids, token_budget
 from slime.rollout.context import RolloutContext
 from slime.rollout.conversation import generate_single, generate_with_list_form
@@ -60,7 +61,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if left <= 0:
         sample.status = Status.TRUNCATED
         return sample
-    completion = await complete(context, sample, sample.tokens, {**sampling_params, "max_new_tokens": left})
+    params = {**sampling_params, "max_new_tokens": left}
+    routes_from = num_routed(sample.rollout_routed_experts)
+    completion = await complete(context, sample, sample.tokens, params, routes_from=routes_from)
     sample.append_response_tokens(
         args,
         tokens=completion.token_ids,

@@ -161,7 +161,8 @@ class Rule:
     """One row of a family's table.
 
     Args:
-        megatron: Megatron's name of the tensor; ``{layer}`` stands for the global layer number.
+        megatron: Megatron's name of the tensor; ``{layer}`` stands for the global layer number, ``{expert}``
+            for the global number of an expert.
         hf: The Hugging Face names of its parts.
         op: The conversion.
     """
@@ -170,9 +171,9 @@ class Rule:
     hf: tuple[str, ...]
     op: Op
 
-    def hf_names(self, layer: int | None) -> tuple[str, ...]:
-        """The parts' names in one layer."""
-        return tuple(name.format(layer=layer) for name in self.hf)
+    def hf_names(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """The parts' names in one layer, for one of its experts."""
+        return tuple(name.format(layer=layer, expert=expert) for name in self.hf)
 
 
 def _even_chunks(tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 import json
 import os
 import pty
-import select
+import selectors
 import subprocess
 import sys
 import termios
@@ -134,12 +134,14 @@ def run_on_terminal(script: str, argv: list[str], timeout: float = 180) -> tuple
     os.close(follower)
     shown, deadline = bytearray(), time.monotonic() + timeout
     try:
-        while time.monotonic() < deadline:
-            if select.select([leader], [], [], 1.0)[0]:
-                try:
-                    shown += os.read(leader, 65536)
-                except OSError:  # how Linux says that nobody has the terminal open any more
-                    break
+        with selectors.DefaultSelector() as selector:  # select() itself takes no descriptor above 1023
+            selector.register(leader, selectors.EVENT_READ)
+            while time.monotonic() < deadline:
+                if selector.select(1.0):
+                    try:
+                        shown += os.read(leader, 65536)
+                    except OSError:  # how Linux says that nobody has the terminal open any more
+                        break
         return process.wait(max(deadline - time.monotonic(), 1)), shown.decode(errors="replace")
     finally:
         os.close(leader)

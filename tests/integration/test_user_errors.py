@@ -96,7 +96,14 @@ MISTAKES = {
     "unreadable model": (["--hf-checkpoint", "broken"], ["--hf-checkpoint broken", "config.json is not JSON"]),
     "absent model": (["--hf-checkpoint", "nowhere"], ["--hf-checkpoint nowhere", "no such directory"]),
     "absent plug-in": (["--custom-rm-path", "reward.py"], ["--custom-rm-path reward.py", "no such file"]),
-    "unavailable feature": (["--use-opd", "--opd-type", "sglang"], ["--use-opd", "not available in this version"]),
+    "unavailable feature": (
+        ["--max-weight-staleness", "1"],
+        ["--max-weight-staleness", "not available in this version"],
+    ),
+    "teacher without address": (
+        ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "nowhere"],
+        ["--opd-teacher-load nowhere", "no such directory"],
+    ),
     "engine without the feature": (
         ["--sglang-quantization", "fp8", "--sglang-enable-metrics"],
         ["--sglang-quantization fp8", "embedded engine"],

@@ -7,12 +7,14 @@ of the engine contract that a rollout uses, runs in a thread of its own, and can
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 Fault = str | int
@@ -44,6 +46,7 @@ class FakeEngine:
         latency_seconds: How long a generation takes; an abort ends it earlier with its first token only.
         workers: What ``/workers`` lists; None for a bare engine, which has no such route.
         sampling_masks: Whether ``return_sampling_mask`` is known; each token then has a kept set of itself and 7.
+        routes: Layers and (even) top-k of the routed experts that ``return_routed_experts`` gets; None if unknown.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class FakeEngine:
         latency_seconds: float = 0.0,
         workers: list[str] | None = None,
         sampling_masks: bool = False,
+        routes: tuple[int, int] | None = None,
     ) -> None:
         self.answer = answer
         self.latency_seconds = latency_seconds
         self.workers = workers
         self.sampling_masks = sampling_masks
+        self.routes = routes
         self.faults: deque[Fault] = deque()
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -152,6 +157,13 @@ class FakeEngine:
         }
         if self.sampling_masks and body.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = [[t, 7] for t in answer.token_ids]
+            meta["output_token_sampling_logprobs"] = [-0.25 - i / 100 for i in range(len(answer.token_ids))]
+        if self.routes is not None and body.get("return_routed_experts"):
+            # Both numbers of a route tell where it comes from: the position of the token, and the request.
+            start, end = body["routed_experts_start_len"], len(body["input_ids"]) + len(answer.token_ids) - 1
+            layers, topk = self.routes
+            rows = [[[i, len(self.requests)] * (topk // 2)] * layers for i in range(start, end)]
+            meta["routed_experts"] = base64.b64encode(np.array(rows, dtype=np.int32).tobytes()).decode()
         return web.json_response({"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta})
 
     async def _fault(self, request: web.Request) -> web.StreamResponse | None:

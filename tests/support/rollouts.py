@@ -81,7 +81,9 @@ def reference_log_probs(
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        str(model_dir), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     log_probs, entropies = [], []
     for row, length in zip(batch.tokens, batch.response_lengths, strict=True):
         ids = torch.from_numpy(row.astype(np.int64))

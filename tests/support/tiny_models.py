@@ -8,6 +8,7 @@ Every weight is random, biases and norms included: a test that forgets one of th
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(5)))
 """Specials follow the 256 byte tokens: pad is 256, <|im_start|> 257, eos <|im_end|> 258."""
@@ -27,7 +28,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,7 +46,9 @@ def make_tiny_model(
     Args:
         path: Directory to create or to write into.
         family: Shape: ``llama`` (no biases), ``qwen2`` (q, k and v biases), ``qwen3`` (q and k norms and a
-            ``head_dim`` that is not ``hidden_size / num_attention_heads``).
+            ``head_dim`` that is not ``hidden_size / num_attention_heads``), ``qwen2_moe`` (a shared expert
+            with a gate, weights of the chosen experts not normalised, the first layer dense), ``qwen3_moe``
+            (weights normalised); 8 experts, 2 of them per token.
         tokenizer: Whether to write a tokenizer too.
         seed: Seed of the weights; the same seed and shape give the same bytes.
         **overrides: Entries of ``config.json`` that replace the defaults, such as ``num_hidden_layers=4``,
@@ -89,7 +98,7 @@ def _config(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32 if family == "qwen3" else 16,
+        "head_dim": 32 if family.startswith("qwen3") else 16,
         "max_position_embeddings": 2048,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5 if family == "llama" else 1e-6,
@@ -110,20 +119,33 @@ def _config(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
         del config["use_sliding_window"]
     else:
         del config["mlp_bias"]
-    if family == "qwen2":
+    if family.startswith("qwen2"):
         del config["head_dim"], config["attention_bias"]
+    if family.endswith("_moe"):
+        config |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": family == "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        }
+    if family == "qwen2_moe":
+        config |= {"mlp_only_layers": [0], "shared_expert_intermediate_size": 80}
     config.update(overrides)
     return {k: v for k, v in config.items() if v is not None or k == "bos_token_id"}
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights under their Hugging Face names for a ``config.json`` of one of the three families."""
+    """Random weights under their Hugging Face names for a ``config.json`` of one of the families."""
     generator = torch.Generator().manual_seed(seed)
     dtype = _DTYPES[str(config.get("torch_dtype", "float32"))]
-    hidden, inter, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     q, kv = heads * head_dim, config["num_key_value_heads"] * head_dim
-    qkv_bias = config["model_type"] == "qwen2" or bool(config.get("attention_bias"))
+    qkv_bias = config["model_type"] in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias"))
 
     def normal(*shape: int, std: float = 0.1, mean: float = 0.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * std + mean).to(dtype)
@@ -141,18 +163,50 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
         weights[attention + "o_proj.weight"] = normal(hidden, q)
         if config.get("attention_bias"):
             weights[attention + "o_proj.bias"] = normal(hidden)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             weights[attention + "q_norm.weight"] = normal(head_dim, mean=1.0)
             weights[attention + "k_norm.weight"] = normal(head_dim, mean=1.0)
-        for name, rows, columns in (
-            ("gate_proj", inter, hidden),
-            ("up_proj", inter, hidden),
-            ("down_proj", hidden, inter),
-        ):
-            weights[layer + f"mlp.{name}.weight"] = normal(rows, columns)
-            if config.get("mlp_bias"):
-                weights[layer + f"mlp.{name}.bias"] = normal(rows)
+        for name, width in _mlps(config, i):
+            for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+                weights[layer + f"{name}.{part}_proj.weight"] = normal(*shape)
+                if config.get("mlp_bias"):
+                    weights[layer + f"{name}.{part}_proj.bias"] = normal(shape[0])
+        if _is_mixture(config, i):
+            # Spread widely enough that no token's choice of experts hangs on rounding.
+            weights[layer + "mlp.gate.weight"] = normal(config["num_experts"], hidden, std=0.5)
+            if config.get("shared_expert_intermediate_size"):
+                weights[layer + "mlp.shared_expert_gate.weight"] = normal(1, hidden)
     weights["model.norm.weight"] = normal(hidden, mean=1.0)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(config["vocab_size"], hidden, std=0.2)
     return weights
+
+
+def _is_mixture(config: dict[str, Any], layer: int) -> bool:
+    dense = config.get("mlp_only_layers") or ()
+    return "num_experts" in config and layer not in dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+
+
+def _mlps(config: dict[str, Any], layer: int) -> list[tuple[str, int]]:
+    """Name and width of every gated MLP of a layer."""
+    if not _is_mixture(config, layer):
+        return [("mlp", config["intermediate_size"])]
+    width, shared = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size")
+    found = [(f"mlp.experts.{expert}", width) for expert in range(config["num_experts"])]
+    return [*found, ("mlp.shared_expert", shared)] if shared else found
+
+
+def as_in_files(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a transformers module, which holds the experts of a layer as one, under the names of its files."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".experts.")
+        if part == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                halves = zip(("gate", "up"), both.chunk(2), strict=True)
+                found.update({f"{layer}.experts.{expert}.{half}_proj.weight": rows for half, rows in halves})
+        elif part == "down_proj":
+            found.update({f"{layer}.experts.{expert}.down_proj.weight": rows for expert, rows in enumerate(tensor)})
+        else:
+            found[name] = tensor
+    return found

@@ -184,7 +184,7 @@ def test_routed_experts_are_replaced_or_spliced() -> None:
     tail = {"routed_experts": rows[3:5] + 100, "routed_experts_start_len": 3}
     sample.append_response_tokens(ARGS, tokens=[5, 6], log_probs=[-1, -1], meta_info=tail)
     np.testing.assert_array_equal(sample.rollout_routed_experts, np.concatenate([rows[:3], rows[3:5] + 100]))
-    with pytest.raises(ValueError, match="routed experts have 2 rows, expected 7"):
+    with pytest.raises(ValueError, match="routed experts have 2 rows from token 0 on, of 8 tokens"):
         sample.append_response_tokens(ARGS, tokens=[7, 8], log_probs=[-1, -1], meta_info={"routed_experts": rows[:2]})
 
 
@@ -232,6 +232,16 @@ def test_batch() -> None:
         ({"metadata": [None]}, "column metadata has 1"),
         ({"loss_masks": [np.ones(2, np.float32)] * 2}, r"loss_masks\[1\] has 2 entries, response_lengths\[1\] is 1"),
         ({"rollout_log_probs": [np.ones(1, np.float32)] * 2}, r"rollout_log_probs\[0\] has 1 entries"),
+        ({"rollout_top_p_token_ids": [int32([2, 3]), int32([2])]}, "come together or not at all"),
+        (
+            {
+                "rollout_top_p_token_ids": [int32([2, 3]), int32([1])],
+                "rollout_top_p_token_offsets": [int32([0, 1, 2]), int32([0, 1])],
+            },
+            r"rollout_top_p_token_ids\[1\]: the kept set of response token 0 lacks the drawn token 2",
+        ),
+        ({"rollout_routed_experts": [np.zeros((2, 2, 1))] * 2}, r"rollout_routed_experts\[1\] has shape \[2, 2, 1\]"),
+        ({"rollout_routed_experts": [np.zeros((2, 2)), np.zeros((1, 2))]}, r"\[0\] has shape \[2, 2\]"),
     ],
 )
 def test_batch_refuses_unequal_columns(changes: dict[str, Any], text: str) -> None:

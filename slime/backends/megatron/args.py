@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from slime.backends.megatron import cpu
+from slime.backends.megatron.expert_flags import expert_problems, force_expert_values
 from slime.backends.megatron.hf_flags import check_model_values, model_values
 from slime.config import Config, MegatronConfig, MegatronContext
 from slime.errors import ConfigError
@@ -147,8 +148,7 @@ def _apply_forced(args: argparse.Namespace, explicit: frozenset[str], context: M
         )
     args.transformer_impl = "local"
     args.use_distributed_optimizer = True
-    if args.moe_token_dispatcher_type == "allgather":
-        args.moe_token_dispatcher_type = "alltoall"  # the only one that takes rows of any length
+    notices += force_expert_values(args, explicit)
     args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = True
     args.ckpt_fully_parallel_load = args.dist_ckpt_optim_fully_reshardable = True
     # Kernels of Transformer Engine and Apex.
@@ -203,7 +203,7 @@ def _own_checks(args: argparse.Namespace, context: MegatronContext) -> list[str]
         )
     if args.fp8 or args.fp4:
         problems.append("--fp8-format and --fp4-format need Transformer Engine layers, which slime does not build")
-    return problems
+    return problems + expert_problems(args, context.world_size)
 
 
 def _validate(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
-"""Attention over packed rows, plugged into Megatron's layers by layer spec.
+"""Attention over packed rows, plugged into Megatron's layers by layer spec (``layers``).
 
-Owns the core attention module, the norms that allow sequence parallelism without Transformer Engine,
-and ``PackedRow``, which carries one row's layout through Megatron's layers. Padded SDPA batches serve
+Owns the core attention module and ``PackedRow``, which carries one row's layout through Megatron's
+layers. Padded SDPA batches serve
 CPUs and fp32, ``torch.nn.attention.varlen`` (flash attention) CUDA in half precision. Under context
 parallelism keys and values are gathered over the group, which is exact for any layout. Tests hold:
 each kernel, and each number of context-parallel ranks, equals SDPA with the full mask.
@@ -9,16 +9,13 @@ each kernel, and each number of context-parallel ranks, equals SDPA with the ful
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
@@ -26,7 +23,7 @@ from slime.backends.megatron.layout import PackedLayout, Segment, context_parall
 from slime.backends.megatron.padded import PaddedPlan
 from slime.backends.megatron.varlen import VarlenPlan
 
-__all__ = ["CoreAttention", "PackedLayout", "PackedRow", "Segment", "block_spec", "pack_row"]
+__all__ = ["CoreAttention", "PackedLayout", "PackedRow", "Segment", "pack_row"]
 
 
 @dataclass(kw_only=True)
@@ -161,34 +158,3 @@ class CoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         output = packed_seq_params.plan.attend(query, key, value, scale=self.scale, dropout=dropout)
         return output.reshape(output.size(0), 1, -1)
-
-
-def torch_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-    """A torch norm that works under sequence parallelism.
-
-    Megatron's wrapper refuses it; all it needs is the mark by which ``finalize_model_grads`` sums the
-    gradient over tensor-parallel ranks, each of which saw its own part of the row.
-    """
-    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = kind(hidden_size, eps=eps)
-    for parameter in norm.parameters():
-        setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-    return norm
-
-
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The transformer layers of one pipeline stage: Megatron's local modules around our attention."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = torch_norm
-    attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = torch_norm
-    layers = [spec] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=torch_norm)

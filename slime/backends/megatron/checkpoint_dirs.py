@@ -18,6 +18,7 @@ from typing import Literal
 
 from slime.config import Config
 from slime.errors import CheckpointError
+from slime.files import force_tree_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +93,30 @@ def reference_point(config: Config) -> StartPoint:
     """
     settings = config.checkpoint
     if settings.ref_load is not None:
-        path = Path(settings.ref_load)
-        if is_megatron_dir(path):
-            return _megatron_point(path, settings.ref_ckpt_step, flag="--ref-load")
-        if is_hf_dir(path):
-            return StartPoint(kind="hf", path=path)
-        raise CheckpointError(f"--ref-load {path}: neither {TRACKER} nor config.json is in it")
+        return _weights_point(Path(settings.ref_load), settings.ref_ckpt_step, flag="--ref-load")
     if config.hf is None:
         raise CheckpointError("nothing to start from: give --load, --ref-load or --hf-checkpoint")
     return StartPoint(kind="hf", path=Path(config.hf.path))
+
+
+def teacher_point(config: Config) -> StartPoint:
+    """Where the weights of a Megatron teacher come from: ``--opd-teacher-load``.
+
+    Raises:
+        CheckpointError: It cannot be loaded.
+    """
+    algorithm = config.algorithm
+    if algorithm.opd_teacher_load is None:
+        raise CheckpointError("--opd-type megatron needs --opd-teacher-load, the directory of the teacher's weights")
+    return _weights_point(Path(algorithm.opd_teacher_load), algorithm.opd_teacher_ckpt_step, flag="--opd-teacher-load")
+
+
+def _weights_point(path: Path, step: int | None, *, flag: str) -> StartPoint:
+    if is_megatron_dir(path):
+        return _megatron_point(path, step, flag=flag)
+    if is_hf_dir(path):
+        return StartPoint(kind="hf", path=path)
+    raise CheckpointError(f"{flag} {path}: neither {TRACKER} nor config.json is in it")
 
 
 def _megatron_point(root: Path, step: int | None, *, flag: str) -> StartPoint:
@@ -141,7 +157,7 @@ def finish_save(root: Path, iteration: int, *, keep: int | None = None) -> None:
     """
     final = iteration_dir(root, iteration)
     saving, replaced = root / f".{final.name}.saving", root / f".{final.name}.replaced"
-    _sync_tree(saving)
+    force_tree_to_disk(saving)
     if final.exists():
         final.rename(replaced)
     saving.rename(final)
@@ -181,13 +197,6 @@ def _write_tracker(root: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(root / TRACKER)
     _sync(root)
-
-
-def _sync_tree(path: Path) -> None:
-    """Force a directory's files to disk: a rename must not survive a power cut that its content did not."""
-    for entry in path.rglob("*"):
-        _sync(entry)
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

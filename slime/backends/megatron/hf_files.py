@@ -1,10 +1,12 @@
 """The files of a Hugging Face model directory: where its tensors are, and how to write a new one.
 
 Owns the index of safetensors files and the writing of a directory aside, then renaming it. Knows nothing of
-Megatron. Tests hold: an interrupted write leaves the old directory, or none, under the final name.
+Megatron. Tests hold: whatever rename a write is killed at, the last complete directory is under the final name, or
+comes back there with the next write.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slime.errors import CheckpointError
+from slime.files import force_tree_to_disk
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,11 +58,13 @@ class HfWriter:
         self._out = out_dir
         self._template = template
         self._aside = out_dir.with_name(f".{out_dir.name}.incomplete")
+        self._retired = out_dir.with_name(f".{out_dir.name}.retired")
         self._shards: list[Mapping[str, torch.Tensor]] = []
         self._names: list[list[str]] = []
         self._bytes = 0
         self._dtypes: set[torch.dtype] = set()
         try:
+            self._recover()
             if self._aside.exists():
                 shutil.rmtree(self._aside)
             self._aside.mkdir(parents=True)
@@ -80,16 +87,26 @@ class HfWriter:
         try:
             self._name_shards()
             self._copy_other_files()
-            retired = self._out.with_name(f".{self._out.name}.retired")
-            if retired.exists():
-                shutil.rmtree(retired)
+            force_tree_to_disk(self._aside)
+            if self._retired.exists():  # its successor is in place: the constructor saw to that
+                shutil.rmtree(self._retired)
             if self._out.exists():
-                self._out.replace(retired)
-            self._aside.replace(self._out)
-            if retired.exists():
-                shutil.rmtree(retired)
+                self._out.replace(self._retired)
+            try:
+                self._aside.replace(self._out)
+            except BaseException:
+                self._recover()
+                raise
+            if self._retired.exists():
+                shutil.rmtree(self._retired)
         except OSError as error:
             raise CheckpointError(f"{self._out}: cannot be written: {error}") from error
+
+    def _recover(self) -> None:
+        """Bring the last complete directory back if a write ended between its two renames."""
+        if self._retired.exists() and not self._out.exists():
+            logger.info("bringing back %s, whose replacement was interrupted", self._out)
+            self._retired.replace(self._out)
 
     def _name_shards(self) -> None:
         count = len(self._names)

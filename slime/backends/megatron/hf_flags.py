@@ -8,6 +8,8 @@ with the checkpoint's log-probs; each contradicting flag is reported, all of the
 from collections.abc import Mapping
 from typing import Any
 
+from slime.backends.megatron.hf_experts import HF_NAMES as _EXPERT_NAMES
+from slime.backends.megatron.hf_experts import expert_values, layer_pattern
 from slime.config import HfModel
 from slime.weights.families import FAMILIES
 
@@ -33,6 +35,7 @@ _HF_NAMES = {
     "rotary_seq_len_interpolation_factor": "rope_scaling",
     "rotary_percent": "partial_rotary_factor",
     "add_qkv_bias": "attention_bias",
+    **_EXPERT_NAMES,
 }
 
 
@@ -57,13 +60,14 @@ def model_values(hf: HfModel) -> dict[str, Any]:
         "layernorm_epsilon": hf["rms_norm_eps"],
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": FAMILIES[hf.model_type].qkv_bias or bool(hf.get("attention_bias", False)),
+        "add_qkv_bias": hf.get("qkv_bias", FAMILIES[hf.model_type].qkv_bias) or bool(hf.get("attention_bias", False)),
         "qk_layernorm": FAMILIES[hf.model_type].qk_norm,
         "position_embedding_type": "rope",
         "rotary_base": int(theta) if float(theta).is_integer() else theta,
         "rotary_percent": hf.get("partial_rotary_factor") or 1.0,
         "use_rope_scaling": False,
         "attention_dropout": 0.0,
+        **expert_values(hf),
     }
     scaling = hf.get("rope_scaling")
     if scaling and scaling["rope_type"] == "llama3":
@@ -94,6 +98,8 @@ def check_model_values(
     if "rotary_scaling_factor" in explicit and "rope_scaling_factor" not in explicit and given["use_rope_scaling"]:
         explicit = explicit | {"rope_scaling_factor"}
         given["rope_scaling_factor"] = given["rotary_scaling_factor"]
+    if "moe_layer_freq" in derived:
+        given["moe_layer_freq"] = layer_pattern(given["moe_layer_freq"], derived["num_layers"])
     for dest, expected in derived.items():
         if dest not in explicit or dest in _NOT_COMPARED or given[dest] == expected:
             continue

@@ -95,13 +95,16 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
         old_from_engine=context.old_from_engine,
     )
     correction = correction_for(context.config, context.hooks, micro_batch, reducer.mask)
-    return policy_objective(
+    objective = policy_objective(
         inputs,
         ALGORITHMS[algorithm.advantage_estimator].form,
         replace(objective_settings(context.config), correction=correction),
         reducer,
         pg_reducer_for(context.hooks, micro_batch, per_token=algorithm.calculate_per_token_loss),
     )
+    if columns.opd_reverse_kl is not None:
+        objective.sums["opd_reverse_kl"] = reducer(micro_batch.flatten(columns.opd_reverse_kl))
+    return objective
 
 
 def supervised_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScores) -> Objective:

@@ -30,7 +30,8 @@ from megatron.training.training import (
 
 from slime.backends.megatron import optimizer_fixes
 from slime.backends.megatron.args import namespace
-from slime.backends.megatron.attention import PackedRow, block_spec
+from slime.backends.megatron.attention import PackedRow
+from slime.backends.megatron.layers import block_spec
 from slime.backends.megatron.parallel import ParallelState
 from slime.config import Config
 from slime.errors import ConfigError, PluginError

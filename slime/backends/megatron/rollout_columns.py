@@ -34,6 +34,7 @@ class RolloutColumns:
     ref_log_probs: Column | None = None
     entropy: Column | None = None
     kl: Column | None = None
+    opd_reverse_kl: Column | None = None
     advantages: Column | None = None
     returns: Column | None = None
 
@@ -80,7 +81,8 @@ def to_hook_data(batch: RolloutBatch, columns: RolloutColumns, samples: Sequence
     }
     data["unconcat_tokens"] = data["tokens"]
     names = ("response_lengths", "rewards", "truncated", "sample_indices", "group_ids", "rollout_ids")
-    for name in (*names, "rollout_mask_sums", "weight_versions", "metadata"):
+    replayed = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
+    for name in (*names, "rollout_mask_sums", "weight_versions", "metadata", *replayed):
         rows = getattr(batch, name)
         if rows is not None:
             data[name] = [rows[i] for i in samples]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from slime.algorithms import ALGORITHMS
-from slime.algorithms.advantages import AdvantageInputs, subtract_distillation_kl
+from slime.algorithms.advantages import AdvantageInputs, reverse_kl
 from slime.algorithms.kl import approx_kl
 from slime.algorithms.reduction import whiten
 from slime.backends.megatron.batches import MicroBatch
@@ -34,11 +34,13 @@ class PassPlan:
 
     Args:
         ref: Reference log-probs.
+        teacher: Log-probs of a teacher whose weights the trainer holds.
         old: Log-probs of the policy before the update.
         old_from_engine: The engine's log-probs are the old ones for the loss.
     """
 
     ref: bool
+    teacher: bool
     old: bool
     old_from_engine: bool
 
@@ -52,7 +54,7 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
     algorithm = config.algorithm
     spec = ALGORITHMS[algorithm.advantage_estimator]
     if not algorithm.compute_advantages_and_returns:
-        return PassPlan(ref=False, old=False, old_from_engine=False)
+        return PassPlan(ref=False, teacher=False, old=False, old_from_engine=False)
     replays_own_routing = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
     same_policy = (
         num_steps == 1
@@ -68,6 +70,7 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
     engine_is_enough = algorithm.use_rollout_logprobs and not algorithm.get_mismatch_metrics
     return PassPlan(
         ref=algorithm.kl_coef != 0 or algorithm.use_kl_loss,
+        teacher=algorithm.use_opd and algorithm.opd_type == "megatron",
         old=not same_policy and not engine_is_enough,
         old_from_engine=algorithm.use_rollout_logprobs,
     )
@@ -144,7 +147,9 @@ def compute_advantages(
     assert columns.advantages is not None
     rows = [columns.advantages[i] for i in samples]
     if algorithm.use_opd:
-        rows = _distil(config, columns, samples, rows)
+        columns.opd_reverse_kl = _reverse_kl(config, columns, samples)
+        gaps = columns.opd_reverse_kl
+        rows = [row - algorithm.opd_kl_coef * gaps[i] for i, row in zip(samples, rows, strict=True)]
     if algorithm.normalize_advantages:
         rows = whiten(rows, [columns.masks[i] for i in samples], all_reduce=_sum_over(parallel))
     columns.advantages = dict(zip(samples, rows, strict=True))
@@ -153,21 +158,31 @@ def compute_advantages(
 def _token_kl(config: Config, columns: RolloutColumns) -> Column:
     if config.algorithm.kl_coef == 0 or columns.ref_log_probs is None:
         return {i: torch.zeros_like(mask) for i, mask in columns.masks.items()}
-    current = columns.old_log_probs
-    assert current is not None, "a KL penalty needs the old-policy pass"
+    current = _acting_log_probs(config, columns)
     kind = config.algorithm.kl_loss_type
     return {i: approx_kl(current[i], ref, kind) for i, ref in columns.ref_log_probs.items()}
 
 
-def _distil(config: Config, columns: RolloutColumns, samples: Sequence[int], rows: list[Tensor]) -> list[Tensor]:
-    student, teacher = columns.old_log_probs, columns.teacher_log_probs
-    if student is None or teacher is None:
+def _acting_log_probs(config: Config, columns: RolloutColumns) -> Column:
+    """Log-probs of the policy that wrote the samples, as the loss takes them for the old ones."""
+    if not config.algorithm.use_rollout_logprobs:
+        assert columns.old_log_probs is not None, "a KL penalty or a teacher needs the old-policy pass"
+        return columns.old_log_probs
+    if columns.rollout_log_probs is None:
         raise DataError(
-            "--use-opd: the samples carry no teacher log-probs; the reward function of --opd-type sglang sets "
-            "sample.teacher_log_probs"
+            "--use-rollout-logprobs: the samples carry no rollout_log_probs; the generate function must record them"
         )
-    coefficient = config.algorithm.opd_kl_coef
-    return subtract_distillation_kl(rows, [student[i] for i in samples], [teacher[i] for i in samples], coefficient)
+    return columns.rollout_log_probs
+
+
+def _reverse_kl(config: Config, columns: RolloutColumns, samples: Sequence[int]) -> Column:
+    student, teacher = _acting_log_probs(config, columns), columns.teacher_log_probs
+    if teacher is None:
+        raise DataError(
+            "--use-opd: the samples carry no teacher log-probs; with --opd-type sglang the functions of "
+            "slime.rollout.on_policy_distillation, or your own, set sample.teacher_log_probs of every sample"
+        )
+    return {i: reverse_kl(student[i], teacher[i], columns.masks[i]) for i in samples}
 
 
 def _sum_over(parallel: ParallelState) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,6 @@ and updated weights do not depend on micro-batches, order, data, tensor or conte
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,7 @@ from slime.backends.megatron.loss import LossContext, custom_loss, policy_loss, 
 from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
-
-logger = logging.getLogger(__name__)
+from slime.backends.megatron.skip_guard import Skip, gradient_skip, loss_skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +53,12 @@ class StepResult:
 
     Args:
         metrics: Without prefix; on every rank.
-        applied: Whether the update was applied.
+        skip: Why the update was not applied; None if it was.
         log_probs: Log-probs of this rank's response tokens before the update, on the last stage.
     """
 
     metrics: dict[str, float]
-    applied: bool
+    skip: Skip | None
     log_probs: Column = field(default_factory=dict)
 
 
@@ -106,16 +104,15 @@ class TrainStep:
         objectives = self._accumulate(context, micro_batches, denominators, log_probs)
         custom = context.config.algorithm.loss_type == "custom_loss"
         metrics = reduce_objectives(objectives, denominators.of_metrics, self._passes.parallel, names_may_differ=custom)
-        finite = math.isfinite(metrics.get("loss", 0.0))
-        applied, grad_norm = self._update(finite)
+        skip, grad_norm = self._update(loss_skip(metrics))
         for index, group in enumerate(self.optimizer.param_groups):
             metrics[f"lr-pg_{index}"] = float(group["lr"])
         metrics["grad_norm"] = grad_norm
         metrics["global_batch_size"] = denominators.num_rollouts
-        metrics["skipped_steps_count"] = float(not applied)
-        if applied:
+        metrics["skipped_steps_count"] = float(skip is not None)
+        if skip is None:
             self.scheduler.step(increment=denominators.num_rollouts)
-        return StepResult(metrics=metrics, applied=applied, log_probs=log_probs)
+        return StepResult(metrics=metrics, skip=skip, log_probs=log_probs)
 
     def reset_states(self) -> None:
         """Forget the moments of every parameter, as if the optimizer were new."""
@@ -174,14 +171,15 @@ class TrainStep:
         scale = num_micro_batches * parallel.dp_size * parallel.cp_size / denominators.num_rollouts
         return loss * scale, torch.ones((), dtype=torch.int, device=loss.device)
 
-    def _update(self, finite: bool) -> tuple[bool, float]:
-        """Clip and apply the gradients unless something is not finite; returns whether, and their norm."""
+    def _update(self, skip: Skip | None) -> tuple[Skip | None, float]:
+        """Clip and apply the gradients unless something is not finite; returns why not, and their norm."""
         optimizer = self.optimizer
         overflow = optimizer.prepare_grads()
         norm = math.inf if overflow else float(optimizer.get_grad_norm())
-        if not finite or not math.isfinite(norm):
-            logger.warning("update skipped: %s is not finite", "the gradient norm" if finite else "the loss")
-            return False, norm
+        if skip is None and not math.isfinite(norm):
+            skip = gradient_skip(norm, self._poisoned(), scale_may_fall=bool(overflow) and self._scale_may_fall())
+        if skip is not None:
+            return skip, norm
         # optimizer.step() would do the same, but computes the norm after it can still refuse.
         for part in self._parts:
             parameters = part.get_parameters()
@@ -192,12 +190,27 @@ class TrainStep:
                     total_norm=norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
-        applied = bool(optimizer.step_with_ready_grads())
+        if not optimizer.step_with_ready_grads():
+            skip = Skip(reason="the optimizer refused the update")
         for chunk in self._passes.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 # Later readers (snapshots, export, scoring) must not see half-gathered weights.
                 chunk.start_param_sync(force_sync=True)
-        return applied, norm
+        return skip, norm
+
+    def _scale_may_fall(self) -> bool:
+        """Whether the loss scale is dynamic and has not reached its lower end."""
+        options = self._parts[0].config
+        return options.loss_scale is None and float(self.optimizer.get_loss_scale()) > options.min_loss_scale
+
+    def _poisoned(self) -> list[str]:
+        """Parameters of this rank whose gradient is not finite."""
+        return [
+            name.removeprefix("module.")
+            for chunk in self._passes.chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad and not parameter.main_grad.isfinite().all()
+        ]
 
 
 def _trained_tokens(context: LossContext, micro_batch: MicroBatch) -> list[float]:

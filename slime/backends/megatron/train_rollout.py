@@ -21,6 +21,7 @@ from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data
 from slime.backends.megatron.scoring import PassPlan, compute_advantages, plan_passes, score_rollout
+from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.step import Denominators, TrainStep
 from slime.config import Config
@@ -67,8 +68,9 @@ class RolloutTrainer:
         passes: The model.
         step: Its optimizer step.
         hooks: Users' functions.
-        timer: Gets ``data_preprocess``, ``ref_log_probs``, ``log_probs``, ``actor_train`` and ``train``.
+        timer: Gets ``data_preprocess``, ``{ref,teacher}_log_probs``, ``log_probs``, ``actor_train`` and ``train``.
         reference: Weights of the reference policy, if a pass needs them.
+        teacher: Weights that on-policy distillation learns from, if the trainer holds them.
         old_actor: Weights that generated the rollout, with ``--keep-old-actor``.
     """
 
@@ -81,6 +83,7 @@ class RolloutTrainer:
         timer: Timer,
         *,
         reference: WeightSnapshot | None = None,
+        teacher: WeightSnapshot | None = None,
         old_actor: WeightSnapshot | None = None,
     ) -> None:
         self._config = config
@@ -90,8 +93,10 @@ class RolloutTrainer:
         self._hooks = hooks
         self._timer = timer
         self._reference = reference
+        self._teacher = teacher
         self._old_actor = old_actor
         self._packing = _packing_settings(config, passes)
+        self._skips = SkipGuard(config.train.max_skipped_steps)
         self._share_prompts = shares_prompts(config, self._parallel.cp_size)
         self._rows = RowSettings.of(
             self._parallel,
@@ -166,6 +171,9 @@ class RolloutTrainer:
         if pass_plan.ref:
             assert self._reference is not None, "the worker keeps a reference when a pass needs one"
             columns.ref_log_probs, _ = self._score_with("ref_", self._reference, plan)
+        if pass_plan.teacher:
+            assert self._teacher is not None, "the worker keeps a teacher when a pass needs one"
+            columns.teacher_log_probs, _ = self._score_with("teacher_", self._teacher, plan)
         if pass_plan.old:
             with_entropy = self._config.algorithm.use_rollout_entropy
             columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
@@ -216,6 +224,7 @@ class RolloutTrainer:
                 metrics["train/step"] = float(batch.rollout_id * len(steps) + step_id)
                 check_step(self._config, metrics, rollout_id=batch.rollout_id, step_id=step_id)
                 self.step_metrics.append(metrics)
+                self._skips.note(result.skip, rollout_id=batch.rollout_id, step_id=step_id)
         return current
 
     def _rollout_metrics(
@@ -229,6 +238,7 @@ class RolloutTrainer:
                 "ref_log_probs": columns.ref_log_probs,
                 "rollout_log_probs": columns.rollout_log_probs,
                 "teacher_log_probs": columns.teacher_log_probs,
+                "opd_reverse_kl": columns.opd_reverse_kl,
                 "entropy": columns.entropy,
                 "advantages": columns.advantages,
                 "returns": columns.returns,

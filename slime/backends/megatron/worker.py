@@ -19,7 +19,7 @@ cpu.install()  # before the first import of megatron
 
 from slime.backends.megatron import parallel as parallel_groups  # noqa: E402
 from slime.backends.megatron.checkpoint import Trainable, load_weights, resume, save_checkpoint  # noqa: E402
-from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point  # noqa: E402
+from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point, teacher_point  # noqa: E402
 from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E402
 from slime.backends.megatron.hooks import TrainHooks, load_hooks  # noqa: E402
 from slime.backends.megatron.model import build_model, build_optimizer  # noqa: E402
@@ -87,12 +87,12 @@ class MegatronWorker:
             self.hooks.megatron_init(self.hooks.args)
         start = start_point(config)
         self.chunks = build_model(config, parallel=self.parallel)
-        reference = self._load_reference(start)
+        loaded = self._load_references(start)
         optimizer, scheduler = build_optimizer(config, self.chunks)
         self._trainable = Trainable(self.chunks, optimizer, scheduler)
         if start.resume:
             resume(self._trainable, config, self.parallel, start)
-        elif start != reference:
+        elif start != loaded:
             load_weights(self._trainable, config, self.parallel, start)
         self._trainer = self._build_trainer()
         if config.checkpoint.start_rollout_id is not None:
@@ -187,16 +187,28 @@ class MegatronWorker:
             self._closed = True
             parallel_groups.destroy()
 
-    def _load_reference(self, start: StartPoint) -> StartPoint | None:
-        """Keep a copy of the reference weights if anything needs them; returns what is in the model then."""
+    def _load_references(self, start: StartPoint) -> StartPoint | None:
+        """Keep copies of the reference's and the teacher's weights if anything needs them.
+
+        Returns:
+            What is in the model then.
+        """
         self._reference: WeightSnapshot | None = None
+        self._teacher: WeightSnapshot | None = None
         self._old_actor: WeightSnapshot | None = None
-        if not plan_passes(self.config, num_steps=self.config.num_steps_per_rollout).ref:
-            return None
-        point = reference_point(self.config)
+        needed = plan_passes(self.config, num_steps=self.config.num_steps_per_rollout)
+        loaded: StartPoint | None = None
+        if needed.teacher:
+            loaded = teacher_point(self.config)
+            self._teacher = self._snapshot_of(loaded)
+        if needed.ref:
+            loaded = reference_point(self.config)
+            self._reference = self._snapshot_of(loaded)
+        return loaded
+
+    def _snapshot_of(self, point: StartPoint) -> WeightSnapshot:
         load_weights(Trainable(self.chunks), self.config, self.parallel, point)
-        self._reference = WeightSnapshot(self.chunks)
-        return point
+        return WeightSnapshot(self.chunks)
 
     def _build_trainer(self) -> RolloutTrainer:
         config = self.config
@@ -220,6 +232,7 @@ class MegatronWorker:
             self.hooks,
             self._timer,
             reference=self._reference,
+            teacher=self._teacher,
             old_actor=self._old_actor,
         )
 

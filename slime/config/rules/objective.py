@@ -61,10 +61,6 @@ def _correction_problems(draft: Draft) -> list[str]:
         problems.append("--get-mismatch-metrics needs --custom-tis-function-path")
     if algorithm.use_stateless_adam and not draft.checkpoint.no_save_optim:
         problems.append("--use-stateless-adam needs --no-save-optim")
-    if algorithm.use_opd and algorithm.opd_type is None:
-        problems.append("--use-opd needs --opd-type sglang or megatron")
-    if not algorithm.use_opd and algorithm.opd_teacher_load is not None:
-        problems.append("--opd-teacher-load needs --use-opd")
     return problems
 
 

@@ -84,10 +84,19 @@ class AlgorithmConfig(Section):
     use_opsm: bool = flag(False, doc="Mask off-policy sequences with negative advantage.")
     opsm_delta: float = flag(1e-4, doc="Threshold of --use-opsm on the sequence's mean log-ratio.")
     num_critic_only_steps: int = flag(0, at_least=0, doc="First rollouts that train only the critic.")
-    use_opd: bool = flag(False, doc="On-policy distillation.")
-    opd_type: Literal["sglang", "megatron"] | None = flag(None, doc="Where the teacher runs.")
-    opd_kl_coef: float = flag(1.0, doc="Weight of the distillation term in the advantage.")
-    opd_teacher_load: str | None = flag(None, doc="Teacher weights, with --opd-type megatron.")
+    use_opd: bool = flag(
+        False, doc="On-policy distillation: advantages follow a teacher's log-probs of the student's tokens."
+    )
+    opd_type: Literal["sglang", "megatron"] | None = flag(
+        None,
+        doc="megatron: the trainer holds the teacher's weights. sglang: an inference server at --rm-url, asked by "
+        "slime.rollout.on_policy_distillation.",
+    )
+    opd_kl_coef: float = flag(1.0, doc="Factor of log p(student) - log p(teacher), subtracted from the advantage.")
+    opd_teacher_load: str | None = flag(
+        None,
+        doc="Teacher of --opd-type megatron: Megatron checkpoint or Hugging Face directory of the student's shape.",
+    )
     opd_teacher_ckpt_step: int | None = flag(None, doc="Iteration of the teacher checkpoint.")
     max_logprob_diff: float | None = flag(
         None,

@@ -19,7 +19,7 @@ class RewardConfig(Section):
     reward_key: str | None = flag(None, doc="Which entry is trained when rewards are objects.")
     eval_reward_key: str | None = flag(None, doc="Which entry evaluation reports. Default: --reward-key.")
     group_rm: bool = flag(False, doc="Grade all samples of a group in one call; not possible in evaluation.")
-    rm_url: str | None = flag(None, doc="Address of a remote reward model.")
+    rm_url: str | None = flag(None, doc="Address of a remote reward model, or of the teacher of --opd-type sglang.")
     custom_rm_path: str | None = flag(
         None,
         metavar="PATH",

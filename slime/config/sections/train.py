@@ -41,6 +41,12 @@ class TrainConfig(Section):
     recompute_loss_function: bool = flag(
         False, doc="Recompute the loss in the backward pass instead of keeping the logits."
     )
+    max_skipped_steps: int = flag(
+        5,
+        at_least=0,
+        doc="End the run when this many optimizer steps in a row were skipped because the loss or the gradient norm "
+        "was not finite; 0 never does.",
+    )
     log_probs_chunk_size: int = flag(-1, doc="Compute log-probs over chunks of this many tokens; -1: at once.")
     share_prompt_prefix: bool | None = flag(
         None,

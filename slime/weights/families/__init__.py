@@ -7,4 +7,6 @@ from slime.weights.families.family import Family
 
 __all__ = ["FAMILIES", "Family"]
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (llama.LLAMA, qwen2.QWEN2, qwen3.QWEN3)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (llama.LLAMA, qwen2.QWEN2, qwen2.QWEN2_MOE, qwen3.QWEN3, qwen3.QWEN3_MOE)
+}

@@ -1,4 +1,4 @@
-"""Rows that dense decoder families share."""
+"""Rows that decoder families share; those of the MLP are of a dense one."""
 
 from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER
 from slime.weights.ops import PadVocab, Rename, Rule, SplitGateUp, SplitQKV
@@ -20,6 +20,9 @@ def qkv(kind: str) -> Rule:
     )
 
 
+QK_NORM = tuple(
+    layer_rule(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", Rename()) for part in "qk"
+)
 EMBEDDING_RULE = Rule(EMBEDDING, ("model.embed_tokens.weight",), PadVocab())
 ATTENTION = (
     layer_rule("input_layernorm.weight", "input_layernorm.weight", Rename()),

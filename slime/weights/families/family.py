@@ -8,8 +8,28 @@ from dataclasses import dataclass
 from slime.weights.ops import Rule
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
+_EXPERT = re.compile(r"(\.local_experts\.)(\d+)(\.)")
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one tensor stands in a table: its row, and the layer and expert that it belongs to, if any."""
+
+    rule: Rule
+    layer: int | None
+    expert: int | None
+
+    @property
+    def name(self) -> str:
+        """Megatron's global name."""
+        return self.rule.megatron.format(layer=self.layer, expert=self.expert)
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The Hugging Face names of its parts."""
+        return self.rule.hf_names(self.layer, self.expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +49,8 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
 
-    def rule(self, megatron_name: str) -> tuple[Rule, int | None]:
-        """The row of a Megatron tensor, and its layer.
+    def place(self, megatron_name: str) -> Place:
+        """A Megatron tensor's place in the table.
 
         Args:
             megatron_name: Global name without wrapper prefixes.
@@ -38,26 +58,32 @@ class Family:
         Raises:
             KeyError: The table has no such tensor.
         """
-        match = _LAYER.match(megatron_name)
-        layer = int(match[2]) if match else None
-        wanted = _LAYER.sub(r"\1{layer}\3", megatron_name)
+        layer, expert = _LAYER.match(megatron_name), _EXPERT.search(megatron_name)
+        wanted = _EXPERT.sub(r"\1{expert}\3", _LAYER.sub(r"\1{layer}\3", megatron_name))
         for rule in self.rules:
             if rule.megatron == wanted:
-                return rule, layer
+                return Place(rule=rule, layer=_number(layer), expert=_number(expert))
         raise KeyError(f"unknown parameter name {megatron_name!r}: {self.model_type} has no weight rule for it")
 
 
-def global_name(name: str, layer_number: int | None) -> str:
-    """A chunk's parameter name with its global layer number.
+def _number(match: re.Match[str] | None) -> int | None:
+    return None if match is None else int(match[2])
+
+
+def global_name(name: str, layer_number: int | None, first_expert: int = 0) -> str:
+    """A chunk's parameter name with its global layer and expert numbers.
 
     Args:
-        name: As in the chunk, where layers count from 0.
+        name: As in the chunk, where layers and experts count from 0.
         layer_number: The layer's global number, from 0; None for tensors outside layers.
+        first_expert: The global number of this rank's first expert.
     """
-    return name if layer_number is None else _LAYER.sub(rf"\g<1>{layer_number}\3", name)
+    if layer_number is None:
+        return name
+    name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}{m[3]}", name)
+    return _LAYER.sub(rf"\g<1>{layer_number}\3", name)
 
 
 def local_layer(name: str) -> int | None:
     """The layer's number within its chunk; None for tensors outside layers."""
-    match = _LAYER.match(name)
-    return int(match[2]) if match else None
+    return _number(_LAYER.match(name))

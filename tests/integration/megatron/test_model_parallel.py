@@ -11,7 +11,7 @@ import transformers
 from torch.nn import functional as F
 
 from tests.support.gloo import Rank, run_ranks
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import as_in_files, make_tiny_model
 from tests.support.training import cpu  # noqa: F401  (installs the CPU substitutions before Megatron)
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip
@@ -115,7 +115,7 @@ def transformers_step(model_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
     weights = {}
     for name, parameter in model.named_parameters():
         weights[name] = parameter.detach() - parameter.grad / (parameter.grad.abs() + 1)
-    return loss.item(), weights
+    return loss.item(), as_in_files(weights)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear_rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
 }
 
 
@@ -228,7 +230,7 @@ def provide_model(pre_process: bool, post_process: bool, vp_stage: int | None = 
     from megatron.training import get_args
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    from slime.backends.megatron.attention import block_spec
+    from slime.backends.megatron.layers import block_spec
 
     args = get_args()
     config = core_transformer_config_from_args(args)

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from slime.backends.megatron.snapshots import WeightSnapshot
+from slime.config import Config
 from slime.errors import ConfigError, DataError, TrainerError
+from slime.types import RolloutBatch
+from tests.support.gloo import Rank, run_ranks
 from tests.support.rollouts import make_rollout
 from tests.support.tiny_models import make_tiny_model
 from tests.support.training import make_config
@@ -50,6 +53,50 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(model_dir: Path, po
     assert good["train/skipped_steps_count"] == 0
     for name in ("train/loss", "train/grad_norm"):
         assert good[name] == want[name]
+
+
+def test_gradients_that_are_not_finite_are_named_and_end_the_run_when_they_go_on(model_dir: Path) -> None:
+    config = make_config(model_dir, LINEAR_ADAM, data=DATA, train={"max_skipped_steps": 2})
+    with running_worker(config) as worker:
+        before = weights_of(worker)
+        name, parameter = next(p for p in worker.chunks[0].named_parameters() if "linear_fc2" in p[0])
+        hook = parameter.register_hook(lambda gradient: gradient * math.nan)
+        assert worker.train(BATCH)["train/skipped_steps_count"] == 1
+        hook.remove()
+        assert worker.train(replace(BATCH, rollout_id=1))["train/skipped_steps_count"] == 0
+        after = weights_of(worker)
+        assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+        parameter.register_hook(lambda gradient: gradient * math.nan)
+        worker.train(replace(BATCH, rollout_id=2))
+        with pytest.raises(TrainerError) as stop:
+            worker.train(replace(BATCH, rollout_id=3))
+        assert "2 updates in a row were skipped, the last at rollout 3 step 0" in str(stop.value)
+        assert f"the loss is finite and the gradient norm is nan (first in {name.removeprefix('module.')})" in str(
+            stop.value
+        )
+        assert all(torch.equal(tensor, after[name]) for name, tensor in weights_of(worker).items())
+
+
+def train_with_one_poisoned_sample(rank: Rank, config: Config, bad: RolloutBatch) -> Any:
+    """Outcomes of a bad rollout, a good one, and of bad ones until the run ends."""
+    with running_worker(config, rank) as worker:
+        skipped = [worker.train(batch)["train/skipped_steps_count"] for batch in (bad, replace(BATCH, rollout_id=1))]
+        worker.train(replace(bad, rollout_id=2))
+        with pytest.raises(TrainerError) as stop:
+            worker.train(replace(bad, rollout_id=3))
+        return skipped, str(stop.value)
+
+
+def test_poison_in_one_rank_stops_all_ranks_at_the_same_step(model_dir: Path) -> None:
+    """One sample of one data-parallel rank; the others must neither update nor wait."""
+    config = make_config(model_dir, LINEAR_ADAM, num_processes=2, data=DATA, train={"max_skipped_steps": 2})
+    rewards = [math.nan if i == len(BATCH) - 1 else reward for i, reward in enumerate(BATCH.rewards)]
+    first, second = run_ranks(
+        2, train_with_one_poisoned_sample, config, replace(BATCH, rewards=rewards), timeout_seconds=90
+    )
+    assert first == second
+    assert first[0] == [1, 0]
+    assert "2 updates in a row were skipped, the last at rollout 3 step 0: the loss is not finite" in first[1]
 
 
 def test_poison_behind_the_mask_does_not_matter(model_dir: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.rollouts import make_rollout, reference_log_probs, rollout_mean
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import Family, as_in_files, make_tiny_model
 from tests.support.workers import LEARNING_RATE, LINEAR_ADAM, Case, run_case
 
 pytestmark = pytest.mark.timeout(180)
@@ -115,10 +115,25 @@ CASES: dict[str, tuple[dict[str, Any], float, Callable[[list[Tensor], list[Tenso
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_norm_and_weights(name: str, model_dir: Path) -> None:
     algorithm, temperature, loss_of = CASES[name]
+    check_step(model_dir, algorithm, temperature, loss_of)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_a_mixture_of_experts(family: Family, tmp_path: Path) -> None:
+    """Prompts are shared between the samples of a group here and not in the reference."""
+    check_step(make_tiny_model(tmp_path, family), {"entropy_coef": 0.05}, 0.7, with_entropy)
+
+
+def check_step(
+    model_dir: Path,
+    algorithm: dict[str, Any],
+    temperature: float,
+    loss_of: Callable[[list[Tensor], list[Tensor]], Tensor],
+) -> None:
     model, log_probs, entropies = reference_log_probs(model_dir, BATCH, temperature=temperature)
     loss = loss_of(log_probs, entropies)
     loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = as_in_files({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     norm = torch.sqrt(sum(g.square().sum() for g in grads.values())).item()  # type: ignore[union-attr]
 
     sections = {
@@ -130,7 +145,8 @@ def test_loss_gradient_norm_and_weights(name: str, model_dir: Path) -> None:
     metrics = outcome.metrics[0]
     assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    before = dict(model.named_parameters())
+    before = as_in_files(dict(model.named_parameters()))
+    assert outcome.weights.keys() == before.keys()
     for key, tensor in outcome.weights.items():
         step = LEARNING_RATE * grads[key] / (grads[key].abs() + 1)
         torch.testing.assert_close(tensor.double(), before[key].detach() - step, atol=1e-6, rtol=1e-6)

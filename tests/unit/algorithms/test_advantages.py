@@ -11,7 +11,7 @@ from slime.algorithms.advantages import (
     AdvantageInputs,
     discounted_sums,
     generalized_advantages,
-    subtract_distillation_kl,
+    reverse_kl,
 )
 from slime.errors import DataError
 
@@ -103,5 +103,5 @@ def test_ppo_without_values_says_so() -> None:
 
 
 def test_distillation_term() -> None:
-    rows = subtract_distillation_kl([torch.ones(2)], [torch.tensor([1.0, 2])], [torch.tensor([0.0, 4])], 0.5)
-    assert rows[0].tolist() == [0.5, 2.0]
+    student, teacher = torch.tensor([-1.0, -2, -3, float("-inf")]), torch.tensor([-0.5, -4, float("-inf"), 0])
+    assert reverse_kl(student, teacher, torch.tensor([1.0, 1, 0, 0])).tolist() == [-0.5, 2.0, 0.0, 0.0]

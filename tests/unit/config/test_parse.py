@@ -66,7 +66,7 @@ def test_no_problem_hides_another(problems: Problems) -> None:
         "--sglang-nonsense",
         "--router-policy",
         "--lr: bad value",
-        "--use-opd",
+        "--opd-type sglang",
         "--custom-config-path",
     ):
         assert word in text, word

@@ -171,14 +171,35 @@ def test_optional_columns() -> None:
     groups = [
         [
             sample(0, 0, 1.0, metadata={"round_number": 2, "source_name": "web"}, train_metadata={"a": 1}),
-            sample(1, 0, 1.0, rollout_routed_experts=np.zeros((4, 2, 1), dtype=np.int32)),
+            sample(1, 0, 1.0),
         ]
     ]
     batch = build_rollout_batch(batch_args(), 0, groups)
     assert batch.extra["round_number"] == [2, 0]
     assert batch.extra["source_names"] == ["web", "unknown"]
-    assert batch.extra["rollout_routed_experts"][0] is None
+    assert (batch.rollout_top_p_token_ids, batch.rollout_routed_experts) == (None, None)
     assert batch.metadata == [{"a": 1}, None]
+
+
+def int32(values: Any) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+def replayed(index: int, group: int) -> Sample:
+    kept = {"rollout_top_p_token_ids": int32([10, 4, 11]), "rollout_top_p_token_offsets": int32([0, 2, 3])}
+    return sample(index, group, 1.0, 2, rollout_routed_experts=np.ones((3, 2, 1), np.int32), **kept)
+
+
+def test_samples_without_replay_data_have_no_restriction_and_no_routes() -> None:
+    batch = build_rollout_batch(batch_args(), 0, [[replayed(0, 0), sample(1, 0, 0.0, 3)]])
+    assert batch.rollout_top_p_token_ids is not None
+    assert batch.rollout_top_p_token_offsets is not None
+    assert batch.rollout_routed_experts is not None
+    assert [row.tolist() for row in batch.rollout_top_p_token_ids] == [[10, 4, 11], []]
+    assert [row.tolist() for row in batch.rollout_top_p_token_offsets] == [[0, 2, 3], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(batch.rollout_routed_experts[0], 1)
+    np.testing.assert_array_equal(batch.rollout_routed_experts[1], np.full((4, 2, 1), -1))
+    assert {row.dtype for row in batch.rollout_routed_experts} == {np.dtype(np.int32)}
 
 
 HOOKS = """
@@ -240,8 +261,10 @@ def test_columns_round_trip() -> None:
         [
             sample(0, 3, 1.0, 2, rollout_log_probs=[-1.0, -2.0], metadata={"round_number": 1}),
             sample(1, 3, 0.0, 3, rollout_log_probs=[-1.0] * 3, train_metadata={"x": 1}),
-        ]
+        ],
+        [replayed(2, 4)],
     ]
+    groups[1][0].rollout_log_probs = [-1.0, -1.0]
     batch = build_rollout_batch(batch_args(), 2, groups)
     again = batch_from_columns(2, batch_to_columns(batch), batch.group_ids)
     assert batch_to_columns(again).keys() == batch_to_columns(batch).keys()

@@ -17,6 +17,13 @@ def test_line_shows_only_numbers_it_was_given():
     assert line == "rollout 5/20 | reward 0.500 | loss -0.0123 | train 1.50s"
 
 
+def test_line_names_what_went_wrong_only_when_it_did():
+    fine = {"train/loss": 0.5, "train/skipped_steps_count": 0.0, "rollout/not_finite_samples_count": 0.0}
+    assert format_step(0, 2, fine) == "rollout 1/2 | loss 0.5000"
+    line = format_step(0, 2, fine | {"train/skipped_steps_count": 2.0, "rollout/not_finite_samples_count": 1.0})
+    assert line.endswith("| 2 UPDATES SKIPPED (not finite) | 1 SAMPLES LEFT OUT (not finite)")
+
+
 def test_a_step_is_logged_once_and_split_by_axis(tmp_path, caplog):
     reporter = make_reporter(tmp_path)
     reporter.add(1, {"rollout/raw_reward": 0.5, "perf/rollout_time": 2.0})

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 
+import numpy as np
 import pytest
 
 from slime.errors import ConfigError
@@ -14,7 +15,7 @@ from slime.rollout.established import get, get_async_loop, get_model_url, post, 
 from slime.rollout.failures import TooManyFailuresError
 from slime.rollout.pipeline import generate_rollout
 from slime.rollout.state import GenerateState
-from slime.types import Sample
+from slime.types import Sample, Status
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout_args import ListSource, make_args, open_context
 
@@ -118,6 +119,50 @@ def test_what_the_router_drops_goes_straight_to_a_worker(model_path):
     generated = sample.tokens[-3:]
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 4, 6]
     assert sample.rollout_top_p_token_ids.tolist() == [i for t in generated for i in (t, 7)]
+    assert sample.rollout_log_probs == [-0.25, -0.26, -0.27], "those of the cut distribution"
+
+
+@pytest.mark.parametrize("flags", [{"rollout_top_k": 5}, {"rollout_top_p": 0.5}, {}])
+def test_kept_tokens_are_asked_for_where_sampling_cuts(model_path, engine, flags):
+    engine.sampling_masks = True
+    with open_context(model_path, engine.url, **flags) as context:
+        output = context.generate(generate_rollout, 0, ListSource(["a"], 2))
+    assert {bool(r.get("return_sampling_mask")) for r in engine.requests} == {bool(flags)}
+    assert (output.samples[0][0].rollout_top_p_token_ids is not None) == bool(flags)
+
+
+def test_routes_are_asked_for_from_the_first_unknown_token(model_path):
+    custom = {"num_layers": 3, "moe_router_topk": 2}
+    flags = {
+        "use_rollout_routing_replay": True,
+        "partial_rollout": True,
+        "rollout_batch_size": 1,
+        "n_samples_per_prompt": 1,
+    }
+    with FakeEngine(routes=(3, 2)) as engine, open_context(model_path, engine.url, custom=custom, **flags) as context:
+        source = ListSource(["abcd"], 1)
+        group = source.get_samples(1)[0]
+        sample = group[0]
+        sample.tokens = [*context.tokenizer.encode("abcd"), 65, 66]
+        sample.response_length, sample.rollout_log_probs, sample.loss_mask = 2, [-1.0, -2.0], [1, 1]
+        sample.rollout_routed_experts = np.full((5, 3, 2), 9, dtype=np.int32)
+        sample.status = Status.ABORTED
+        source.add_samples([group])
+        output = context.generate(generate_rollout, 0, source)
+    assert engine.requests[0]["routed_experts_start_len"] == 5
+    continued = output.samples[0][0].rollout_routed_experts
+    assert continued[:, 0, 0].tolist() == [9, 9, 9, 9, 9, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("routes", "text"), [(None, "returned no routed experts"), ((2, 2), r"no multiple of --num-layers 3")]
+)
+def test_routes_of_another_model_cannot_be_replayed(model_path, routes, text):
+    custom = {"num_layers": 3, "moe_router_topk": 5}
+    refused = pytest.raises(TooManyFailuresError, match=text)
+    flags = {"use_rollout_routing_replay": True, "custom": custom}
+    with FakeEngine(routes=routes) as engine, open_context(model_path, engine.url, **flags) as context, refused:
+        context.generate(generate_rollout, 0, ListSource(["a"], 2))
 
 
 def test_an_engine_without_sampling_masks_cannot_train_on_top_p(model_path, engine):

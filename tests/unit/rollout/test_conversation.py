@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+import numpy as np
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -133,6 +134,29 @@ def test_the_snippet_of_the_documentation(model_path, tmp_path, tokenizer, ids_o
     own = [r["input_ids"] for r in requests if r["input_ids"][: len(prompt_ids)] == prompt_ids]
     assert [*prompt_ids, *call, *between] in own
     assert len(requests) == 4 * 3
+
+
+def test_replay_data_of_several_turns(model_path, tmp_path, tokenizer, ids_of):
+    call, done = ids_of(CALL), ids_of(DONE)
+    flags = {"rollout_top_p": 0.9, "use_rollout_routing_replay": True, "rollout_batch_size": 1}
+    custom = {"num_layers": 3, "moe_router_topk": 2}
+    with FakeEngine(sampling_masks=True, routes=(3, 2)) as engine:
+        engine.answer = Scripted(tokenizer, [call, call, done])
+        output, _ = run(model_path, engine, write(tmp_path, SEED), PROMPT, custom=custom, **flags)
+        requests = engine.requests
+    sample = output.samples[0][0]
+    routes = sample.rollout_routed_experts
+    assert routes.shape == (len(sample.tokens) - 1, 3, 2)
+    assert routes[:, 0, 0].tolist() == list(range(len(routes))), "every row is the one of its token"
+    starts = sorted({r["routed_experts_start_len"] for r in requests})
+    prompt, between = len(tokenizer.encode(template(*PROMPT))), sample.loss_mask.count(0) // 2
+    first = prompt + len(call) - 1  # the last generated token was never run
+    assert starts == [0, first, first + between + len(call)]
+    # Each row comes from the request that ran its token first.
+    changes = [i for i in range(1, len(routes)) if routes[i, 0, 1] != routes[i - 1, 0, 1]]
+    assert changes == starts[1:]
+    lengths = [len(row) for row in np.split(sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets[1:-1])]
+    assert lengths == [2 * trained for trained in sample.loss_mask]
 
 
 def test_the_last_turn_may_be_a_tool_call(model_path, tmp_path, tokenizer, ids_of):

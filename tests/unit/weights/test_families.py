@@ -7,10 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights.families import FAMILIES
+from slime.weights.families import FAMILIES, Family
 from slime.weights.families.family import global_name, local_layer
 from slime.weights.ops import ModelShape, PadVocab, Rename, SplitGateUp, SplitQKV
 from tests.support.tiny_models import tiny_weights
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> dict[str, object]:
+    return {
+        "num_experts": draw(st.sampled_from([4, 8])),
+        "moe_intermediate_size": 4 * draw(st.integers(1, 2)),
+        "shared_expert_intermediate_size": 4,
+        "mlp_only_layers": draw(st.sampled_from([[], [0], [1, 3]])),
+    }
 
 
 @st.composite
@@ -27,6 +37,7 @@ def model_configs(draw: st.DrawFn) -> dict[str, object]:
         "num_key_value_heads": groups,
         "head_dim": draw(st.integers(1, 4)),
         "tie_word_embeddings": draw(st.booleans()),
+        **(draw(mixtures()) if family.endswith("_moe") else {}),
         "torch_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
     }
 
@@ -41,23 +52,34 @@ def shape_of(config: dict, divisor: int) -> ModelShape:
     )
 
 
+def megatron_names(family: Family, layers: int, experts: int) -> list[str]:
+    """The name of every row in every layer and of every expert, rows first."""
+    return [
+        rule.megatron.format(layer=layer, expert=expert)
+        for rule in family.rules
+        for layer in range(layers if "{layer}" in rule.megatron else 1)
+        for expert in range(experts if "{expert}" in rule.megatron else 1)
+    ]
+
+
 @settings(max_examples=30, deadline=None)
-@given(config=model_configs(), tp=st.sampled_from([1, 2, 4]))
-def test_hf_to_megatron_shards_to_hf_is_bit_exact(config: dict, tp: int) -> None:
+@given(config=model_configs(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]))
+def test_hf_to_megatron_shards_to_hf_is_bit_exact(config: dict, tp: int, etp: int) -> None:
     family, shape = FAMILIES[config["model_type"]], shape_of(config, 4)
+    if config["model_type"] == "qwen3_moe":
+        del config["shared_expert_intermediate_size"]
     weights = tiny_weights(config)
     found: dict[str, torch.Tensor] = {}
-    layers = range(config["num_hidden_layers"])
-    for rule in family.rules:
-        for layer in layers if "{layer}" in rule.megatron else [None]:
-            names = rule.hf_names(layer)
-            if names == ("lm_head.weight",) and config["tie_word_embeddings"]:
-                continue
-            whole = rule.op.to_megatron([weights[name] for name in names], shape)
-            shards = [rule.op.shard(whole, rank, tp) for rank in range(tp)]
-            assert all(shard.shape == shards[0].shape for shard in shards)
-            back = rule.op.to_hf(rule.op.gather(shards), shape)
-            found.update(zip(names, back, strict=True))
+    for name in megatron_names(family, config["num_hidden_layers"], config.get("num_experts", 0)):
+        place = family.place(name)
+        assert place.name == name
+        if not set(place.hf_names) & weights.keys():  # of a tied head, or of the other kind of MLP in this layer
+            continue
+        op, size = place.rule.op, tp if place.expert is None else etp
+        whole = op.to_megatron([weights[name] for name in place.hf_names], shape)
+        shards = [op.shard(whole, rank, size) for rank in range(size)]
+        assert all(shard.shape == shards[0].shape for shard in shards)
+        found.update(zip(place.hf_names, op.to_hf(op.gather(shards), shape), strict=True))
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
         assert found[name].dtype == tensor.dtype
@@ -93,14 +115,19 @@ def test_rows_that_ranks_cannot_divide_are_refused() -> None:
         Rename(split=0).shard(torch.ones(3, 1), 0, 2)
 
 
-def test_names_of_layers() -> None:
+def test_names_of_layers_and_experts() -> None:
     family = FAMILIES["llama"]
-    rule, layer = family.rule("decoder.layers.17.mlp.linear_fc1.weight")
-    assert layer == 17
-    assert rule.hf_names(layer) == ("model.layers.17.mlp.gate_proj.weight", "model.layers.17.mlp.up_proj.weight")
-    assert family.rule("decoder.final_layernorm.weight")[1] is None
+    place = family.place("decoder.layers.17.mlp.linear_fc1.weight")
+    assert (place.layer, place.expert) == (17, None)
+    assert place.hf_names == ("model.layers.17.mlp.gate_proj.weight", "model.layers.17.mlp.up_proj.weight")
+    assert family.place("decoder.final_layernorm.weight").layer is None
     with pytest.raises(KeyError, match="no weight rule"):
-        family.rule("decoder.layers.0.mlp.router.weight")
+        family.place("decoder.layers.0.mlp.router.weight")
+    expert = FAMILIES["qwen3_moe"].place("decoder.layers.3.mlp.experts.local_experts.12.linear_fc2.weight")
+    assert (expert.layer, expert.expert) == (3, 12)
+    assert expert.hf_names == ("model.layers.3.mlp.experts.12.down_proj.weight",)
     assert local_layer("decoder.layers.3.mlp.linear_fc2.weight") == 3
     assert global_name("decoder.layers.3.mlp.linear_fc2.weight", 11) == "decoder.layers.11.mlp.linear_fc2.weight"
     assert global_name("embedding.word_embeddings.weight", None) == "embedding.word_embeddings.weight"
+    name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+    assert global_name(name, 2, 4) == "decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight"
