@@ -44,7 +44,7 @@ _REDUCTIONS: tuple[tuple[re.Pattern[str], Reduction], ...] = (
     (re.compile(r"_p99$"), Reduction.MAX),
     (re.compile(r"^perf/.*_time$"), Reduction.SUM),
     (re.compile(r"^perf/.*_(bytes|tokens)$"), Reduction.SUM),
-    (re.compile(r"^train/(lr-|global_batch_size|weight_version)"), Reduction.LAST),
+    (re.compile(r"^(critic-)?train/(lr-|global_batch_size|weight_version)"), Reduction.LAST),
 )
 
 

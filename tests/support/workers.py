@@ -43,11 +43,13 @@ class Outcome:
 
 @contextmanager
 def running_worker(config: Config, rank: Rank | None = None) -> Iterator[Any]:
-    """An initialised ``MegatronWorker`` that leaves its groups at the end; ``first_rollout_id`` is set on it."""
+    """An initialised worker of the configured role; it leaves its groups at the end. Gets ``first_rollout_id``."""
+    from slime.backends.megatron.critic import CriticWorker
     from slime.backends.megatron.worker import MegatronWorker
 
     rank = rank or Rank(0, 1, free_port())
-    worker = MegatronWorker(config, rank.rank, rank.world_size, "127.0.0.1", rank.port)
+    worker_class = CriticWorker if config.role == "critic" else MegatronWorker
+    worker = worker_class(config, rank.rank, rank.world_size, "127.0.0.1", rank.port)
     try:
         worker.first_rollout_id = worker.init()
         yield worker

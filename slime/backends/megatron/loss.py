@@ -1,6 +1,6 @@
 """The loss of one micro-batch: which one the flags ask for, from scores and columns to sums.
 
-Owns the choice between policy, supervised and custom loss and its inputs. Scaling for Megatron and
+Owns the choice between policy, value, supervised and custom loss and its inputs. Scaling for Megatron and
 reduction over ranks are ``step``'s. Tests hold: the policy loss equals a float64 reference over
 transformers' logits.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms import ALGORITHMS
-from slime.algorithms.losses import sft_loss
+from slime.algorithms.losses import sft_loss, value_loss
 from slime.algorithms.objective import (
     ClipRange,
     Objective,
@@ -112,6 +112,22 @@ def supervised_loss(context: LossContext, micro_batch: MicroBatch, scores: Token
     reducer = context.reducer(micro_batch)
     loss = reducer(sft_loss(blank_masked(scores.log_probs, reducer.mask)))
     return Objective(loss=loss, sums={"loss": loss.detach()})
+
+
+def critic_loss(context: LossContext, micro_batch: MicroBatch, values: Tensor) -> Objective:
+    """PPO's clipped value loss of ``[R]`` values."""
+    columns = context.columns
+    assert columns.values is not None, "old values come with the batch"
+    assert columns.returns is not None, "returns come with the batch"
+    reducer = context.reducer(micro_batch)
+    blank = [
+        blank_masked(x, reducer.mask)
+        for x in (values, micro_batch.flatten(columns.values), micro_batch.flatten(columns.returns))
+    ]
+    token_loss, clipped = value_loss(*blank, context.config.algorithm.value_clip)
+    loss = reducer(token_loss)
+    sums = {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": reducer(clipped).detach()}
+    return Objective(loss=loss, sums=sums)
 
 
 def custom_loss(context: LossContext, micro_batch: MicroBatch, logits: Tensor) -> Objective:

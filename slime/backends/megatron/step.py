@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slime.algorithms.objective import Objective
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.loss import LossContext, custom_loss, policy_loss, supervised_loss
+from slime.backends.megatron.loss import LossContext, critic_loss, custom_loss, policy_loss, supervised_loss
 from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
@@ -130,13 +130,16 @@ class TrainStep:
         log_probs: Column,
     ) -> list[Objective]:
         algorithm, passes = context.config.algorithm, self._passes
-        custom = algorithm.loss_type == "custom_loss"
-        fused = context.config.train.recompute_loss_function and not custom
+        critic = context.config.role == "critic"
+        custom = algorithm.loss_type == "custom_loss" and not critic
+        fused = context.config.train.recompute_loss_function and not custom and not critic
         with_entropy = algorithm.loss_type == "policy_loss"
         loss_of = policy_loss if algorithm.loss_type == "policy_loss" else supervised_loss
 
         def finish(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Objective]:
-            if custom:
+            if critic:
+                objective = critic_loss(context, micro_batch, passes.values(micro_batch, output))
+            elif custom:
                 objective = custom_loss(context, micro_batch, output)
             else:
                 if fused:
