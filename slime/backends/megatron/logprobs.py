@@ -83,11 +83,16 @@ def score_tokens(
     if rows is None:
         rows = torch.arange(len(targets), device=targets.device)
     if chunk_size <= 0:
-        budget = AUTO_CHUNK_ELEMENTS.get(logits.device.type, AUTO_CHUNK_ELEMENTS["cuda"])
-        chunk_size = max(1, budget // max(logits.size(1), 1))
+        chunk_size = automatic_chunk(logits.device, logits.size(1))
     options = _Options(shard, 1.0 / temperature, chunk_size, with_entropy, reuse_logits)
     log_probs, entropy = _ScoreTokens.apply(logits, targets, rows, options)
     return TokenScores(log_probs=log_probs, entropy=entropy.index_select(0, rows) if with_entropy else None)
+
+
+def automatic_chunk(device: torch.device, num_columns: int) -> int:
+    """Rows per chunk when none is asked for."""
+    budget = AUTO_CHUNK_ELEMENTS.get(device.type, AUTO_CHUNK_ELEMENTS["cuda"])
+    return max(1, budget // max(num_columns, 1))
 
 
 @dataclass(frozen=True, slots=True)
