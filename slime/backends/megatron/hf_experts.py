@@ -13,12 +13,16 @@ HF_NAMES: Mapping[str, str] = {
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
     "moe_router_pre_softmax": "norm_topk_prob",
-    "moe_layer_freq": "first_k_dense_replace or mlp_only_layers",
+    "moe_layer_freq": "first_k_dense_replace",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
     "moe_router_num_groups": "n_group",
     "moe_router_group_topk": "topk_group",
 }
 """Megatron's destination -> the entry of ``config.json`` it follows from, where names differ."""
+
+
+QWEN_NAMES: Mapping[str, str] = {"moe_layer_freq": "mlp_only_layers"}
+"""The same where Qwen's entry is another one."""
 
 
 def expert_values(hf: HfModel) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.backends.megatron.hf_experts import HF_NAMES as _EXPERT_NAMES
-from slime.backends.megatron.hf_experts import expert_values, layer_pattern, unsupported_experts
+from slime.backends.megatron.hf_experts import QWEN_NAMES, expert_values, layer_pattern, unsupported_experts
 from slime.backends.megatron.hf_latent import HF_NAMES as _LATENT_NAMES
 from slime.backends.megatron.hf_latent import latent_values, unsupported_latent
 from slime.config import HfModel
@@ -107,13 +107,14 @@ def check_model_values(
         given["rope_scaling_factor"] = given["rotary_scaling_factor"]
     if "moe_layer_freq" in derived:
         given["moe_layer_freq"] = layer_pattern(given["moe_layer_freq"], derived["num_layers"])
+    names = _HF_NAMES | QWEN_NAMES if hf.model_type.startswith("qwen") else _HF_NAMES
     latent = FAMILIES[hf.model_type].latent_attention
     ignored = _NOT_COMPARED | _WITHOUT_EFFECT_ON_LATENTS if latent else _NOT_COMPARED
     for dest, expected in derived.items():
         if dest not in explicit or dest in ignored or given[dest] == expected:
             continue
         flag = _FLAGS.get(dest, "--" + dest.replace("_", "-"))
-        name = _HF_NAMES.get(dest, dest)
+        name = names.get(dest, dest)
         problems.append(
             f"{flag} gives {dest} = {given[dest]!r}, but {name} in {hf.path}/config.json "
             f"({hf.get(name)!r}) means {expected!r}; leave the flag out or use the matching checkpoint"
