@@ -119,8 +119,11 @@ class TrainStep:
 
     def reset_states(self) -> None:
         """Forget the moments of every parameter, as if the optimizer were new."""
-        for part in self._parts:
-            for state in part.optimizer.state.values():
+        trained = [
+            part.optimizer for part in self._parts if part.optimizer is not None
+        ]  # None: no expert on this stage
+        for optimizer in trained:
+            for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
                         value.zero_()
