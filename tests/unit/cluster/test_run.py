@@ -85,8 +85,9 @@ class Trainer:
     def weight_version(self):
         return self.version
 
-    def train(self, batch):
+    def train(self, batch, rollout_id):
         assert self.devices.trainer
+        assert batch == f"batch {rollout_id}"
         self.devices.note(f"train {batch}")
         return {"train/loss": 0.1}
 
