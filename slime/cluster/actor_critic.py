@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
-
 from slime.cluster.checkpoints import prune_critic
 from slime.cluster.placement import Placement
 from slime.cluster.signals import held_back
@@ -207,13 +205,14 @@ class _RolloutTraining(_Errand):
 
     def _score(self, limit: float | None) -> None:
         refs = self._calls.once("values", self._critic, "score", self._batch)
-        self._values = self._values or ray.put(_together(self._critic.finish(refs, f"score {self._what}", limit)))
+        values = _together(self._critic.finish(refs, f"score {self._what}", limit))
+        self._values = self._actor.share(values)
 
     def _train_actor(self, limit: float | None) -> None:
         method = "estimate" if self._critic_only else "train"
         refs = self._calls.once("actor", self._actor, method, self._batch, self._values)
         self.metrics |= _first(self._actor.finish(refs, f"{method} {self._what}", limit))
-        self._returns = self._returns or ray.put(_together(self._actor.read("returns", limit)))
+        self._returns = self._critic.share(_together(self._actor.read("returns", limit)))
 
     def _train_critic(self, limit: float | None) -> None:
         refs = self._calls.once("critic", self._critic, "train", self._batch, self._values, self._returns)

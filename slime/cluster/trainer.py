@@ -227,6 +227,11 @@ class TrainerGroup:
         """
         return self._metrics(self.finish(self.begin("train", batch), f"train rollout {rollout_id}"))
 
+    @staticmethod
+    def share(value: Any) -> Any:
+        """Put an argument for all ranks into the object store once; the reference stands for it in ``begin``."""
+        return ray.put(value)
+
     def begin(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's worker; references for ``finish``."""
         return [actor.call.remote(method, *args) for actor in self._actors]
