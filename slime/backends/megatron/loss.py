@@ -75,10 +75,10 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
     columns, algorithm = context.columns, context.config.algorithm
     if columns.advantages is None:
         raise DataError("the policy loss needs advantages; remove --disable-compute-advantages-and-returns")
-    if algorithm.use_tis and columns.rollout_log_probs is None:
-        raise DataError("--use-tis: the samples carry no rollout_log_probs; the generate function must record them")
+    if columns.rollout_log_probs is None and (algorithm.use_tis or context.old_from_engine):
+        flag = "--use-tis" if algorithm.use_tis else "--use-rollout-logprobs"
+        raise DataError(f"{flag}: the samples carry no rollout_log_probs; the generate function must record them")
     reducer = context.reducer(micro_batch)
-    old = columns.rollout_log_probs if context.old_from_engine else columns.old_log_probs
 
     def flat(column: Column | None) -> Tensor | None:
         return None if column is None else micro_batch.flatten(column)
@@ -89,7 +89,7 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
         advantages=micro_batch.flatten(columns.advantages),
         mask=reducer.mask,
         lengths=micro_batch.response_lengths,
-        old_log_probs=flat(old),
+        old_log_probs=flat(columns.old_log_probs),
         rollout_log_probs=flat(columns.rollout_log_probs),
         ref_log_probs=flat(columns.ref_log_probs),
         old_from_engine=context.old_from_engine,

@@ -10,10 +10,12 @@ from slime.observability.metrics import (
     RolloutMetricOptions,
     compute_batch_metrics,
     compute_rollout_metrics,
+    compute_staleness,
     estimate_pass_at_k,
     is_repetitive,
     pass_rate_by_group,
     pass_rate_metrics,
+    prompt_mismatch,
     reduce_metrics,
     reduction_of,
 )
@@ -111,6 +113,32 @@ def test_batch_metrics_are_plain_means_and_masked_log_probs():
     assert metrics["rollout/mixed_weight_versions"] == 0.5
     assert metrics["rollout/truncated"] == 0.5
     assert metrics["rollout/rollout_log_probs"] == pytest.approx(-1.5)
+    assert metrics["rollout/masked_frac"] == pytest.approx(1 / 5)
+
+
+def test_staleness_counts_versions_behind_the_newest():
+    versions = [("3",), ("1", "3"), ("default",), (), ("4",)]
+    assert compute_staleness(versions, 3) == {
+        "rollout/weight_version/behind": (0 + 2 + 3 + 0) / 4,
+        "rollout/weight_version/stale_share": 0.5,
+    }
+    assert compute_staleness(versions, 0) == {}
+    assert compute_staleness([(), ()], 3) == {}
+
+
+def test_prompt_mismatch_is_told_by_samples_of_one_completion():
+    def told(prompt_tokens, versions):
+        sample = make_sample(1.0, 3, weight_versions=versions)
+        sample.tokens = list(range(8))
+        sample.prefix_cache_info.total_prompt_tokens = prompt_tokens
+        return sample
+
+    same, other = told(5, ["1"]), told(6, ["1"])
+    several_turns, unknown = told(20, ["1", "1"]), told(0, ["1"])
+    assert prompt_mismatch([same, other, several_turns, unknown]) == 0.5
+    assert prompt_mismatch([several_turns, unknown]) is None
+    metrics = compute_rollout_metrics([[same, same], [other, same]], RolloutMetricOptions())
+    assert metrics["rollout/prompt_mismatch"] == 0.25
 
 
 def test_reductions_follow_the_declared_kind():
@@ -126,6 +154,10 @@ def test_reductions_follow_the_declared_kind():
     }
     assert reduction_of("rollout/zero_std/count_1.0") is Reduction.SUM
     assert reduction_of("rollout/dynamic_filter/drop_zero_std_0.0") is Reduction.SUM
+    assert reduction_of("train/train_rollout_logprob_abs_diff_p99") is Reduction.MAX
+    assert reduction_of("train/ratio_max") is Reduction.MAX
+    assert reduction_of("train/ratio_min") is Reduction.MIN
+    assert reduction_of("train/train_rollout_kl_k3") is Reduction.MEAN
 
 
 def test_unrewarded_samples_give_nan_not_a_crash():
