@@ -197,7 +197,7 @@ def test_a_logprob_difference_above_the_bound_ends_the_run_before_the_next_rollo
     run, devices = make_run(num_rollout=3, logprob_monitor=monitor)
     differences = iter([0.001, 0.5])
 
-    def train(batch):
+    def train(batch, rollout_id):
         devices.note(f"train {batch}")
         return {"train/train_rollout_logprob_abs_diff": next(differences)}
 
