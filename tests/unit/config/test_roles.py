@@ -136,6 +136,16 @@ def test_all_problems_are_reported_together(problems: Problems, roles: Callable[
     assert sum("--lr: bad value" in problem for problem in found) == 1
 
 
+def test_plugins_of_the_critic_are_checked_too(problems: Problems, roles: Callable[[str], str]) -> None:
+    def check(config: Config) -> list[str]:
+        return (
+            [f"cannot load {config.train.custom_megatron_init_path}"] if config.train.custom_megatron_init_path else []
+        )
+
+    file = roles("megatron: [{role: critic, overrides: {custom_megatron_init_path: mine.py}}]")
+    assert problems(file, preflights=(check,)) == ["critic: cannot load mine.py"]
+
+
 def test_ppo_without_returns_is_refused(problems: Problems) -> None:
     (problem,) = problems(f"{PPO} --disable-compute-advantages-and-returns")
     assert "trains a critic on returns" in problem
