@@ -38,7 +38,7 @@ def saved(root: Path, *iterations: int) -> Path:
 
 
 def test_the_critic_has_the_actors_configuration_but_no_kl_and_a_head_of_its_own(run: Run) -> None:
-    config = run(f"{PPO} --kl-coef 0.1 --value-clip 0.5 --lr 1e-5 --save-interval 1 --keep-checkpoints 2")
+    config = run(f"{PPO} --kl-coef 0.1 --value-clip 0.5 --lr 1e-5 --save-interval 1 --keep-checkpoints 2 --async-save")
     critic = critic_config(config)
     assert (config.role, critic.role, critic.critic) == ("actor", "critic", None)
     assert config.algorithm.kl_coef == 0.1
