@@ -15,6 +15,8 @@ SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2-moe": ("qwen2_moe", {}),
     "qwen3-moe": ("qwen3_moe", {}),
+    "mla": ("deepseek_v3", {"first_k_dense_replace": 4}),
+    "mla-moe": ("deepseek_v3", {}),
 }
 
 

@@ -16,7 +16,7 @@ def ragged_rollout(*, seed: int = 0, rollout_id: int = 0) -> RolloutBatch:
     """Groups of 4, 2 and 4 rollouts; a whole group between them was filtered away.
 
     The first rollout fans out into two samples. One sample is masked altogether, one response has a single
-    token, the masks of others have gaps, one group has identical rewards, and its advantages are zero.
+    token and one none at all, the masks of others have gaps, and one group has identical rewards.
     """
     batch = make_rollout(num_groups=4, seed=seed, rollout_id=rollout_id)
     per_group: dict[int, int] = {}
@@ -32,6 +32,8 @@ def ragged_rollout(*, seed: int = 0, rollout_id: int = 0) -> RolloutBatch:
     tokens, lengths, engine = list(batch.tokens), list(batch.response_lengths), list(batch.rollout_log_probs or [])
     tokens[6], lengths[6] = tokens[6][: len(tokens[6]) - lengths[6] + 1], 1
     masks[6], engine[6] = np.ones(1, dtype=np.float32), engine[6][:1]
+    tokens[8], lengths[8] = tokens[8][: len(tokens[8]) - lengths[8]], 0
+    masks[8], engine[8] = masks[8][:0], engine[8][:0]
     sums = dict.fromkeys(batch.rollout_ids, 0.0)
     for rollout, mask in zip(batch.rollout_ids, masks, strict=True):
         sums[rollout] += float(mask.sum())

@@ -56,6 +56,8 @@ CASES = [
     ),
     *((name, "qwen2-moe", "policy") for name in ("ep2", "ep2_tp2_sp_cp2", "pp2")),
     *(("ep2", "qwen3-moe", loss) for loss in ("sft", "value")),
+    *((name, "mla", "policy") for name in ("tp2_sp", "pp2", "cp2", "tp2_sp_pp2_cp2")),
+    *((name, "mla-moe", "policy") for name in ("tp2_sp", "pp2", "cp2", "ep2_tp2_sp")),
     *((name, "qwen2-tied", "value") for name in ("pp2", "tp2_pp2")),
 ]
 

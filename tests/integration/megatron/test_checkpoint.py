@@ -56,18 +56,34 @@ def losses(worker: Any, batches: Sequence[RolloutBatch]) -> list[dict[str, float
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_continuation_is_bit_exact(model_dir: Path, tmp_path: Path, precision: str) -> None:
-    with running_worker(config_for(model_dir, tmp_path, precision=precision)) as worker:
+@pytest.mark.parametrize(
+    ("precision", "argv"),
+    # With dropout the losses show that the random state continues as well.
+    [("fp32", ()), ("bf16", ()), ("fp32", ("--hidden-dropout", "0.1"))],
+    ids=["fp32", "bf16", "dropout"],
+)
+def test_continuation_is_bit_exact(model_dir: Path, tmp_path: Path, precision: str, argv: tuple[str, ...]) -> None:
+    with running_worker(config_for(model_dir, tmp_path, precision=precision, argv=argv)) as worker:
         assert worker.first_rollout_id == 0
         losses(worker, BATCHES[:2])
         worker.save(1)
         want, want_weights = losses(worker, BATCHES[2:]), weights_of(worker)
-    with running_worker(config_for(model_dir, tmp_path, load=tmp_path, precision=precision)) as worker:
+    with running_worker(config_for(model_dir, tmp_path, load=tmp_path, precision=precision, argv=argv)) as worker:
         assert worker.first_rollout_id == 2
         assert losses(worker, BATCHES[2:]) == want
         got = weights_of(worker)
     assert all(torch.equal(got[name], tensor) for name, tensor in want_weights.items())
+
+
+def test_without_the_random_state_dropout_is_another(model_dir: Path, tmp_path: Path) -> None:
+    dropout = ("--hidden-dropout", "0.1")
+    with running_worker(config_for(model_dir, tmp_path, argv=dropout)) as worker:
+        losses(worker, BATCHES[:1])
+        worker.save(0)
+        want = losses(worker, BATCHES[1:2])
+    argv = (*dropout, "--no-load-rng")
+    with running_worker(config_for(model_dir, tmp_path, load=tmp_path, argv=argv)) as worker:
+        assert losses(worker, BATCHES[1:2]) != want
 
 
 def test_saving_before_the_first_step_changes_nothing(model_dir: Path, tmp_path: Path) -> None:

@@ -26,14 +26,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def case(
-    *, data: dict[str, Any] | None = None, batch: RolloutBatch = BATCH, train: dict[str, Any] | None = None, **more: Any
+    *,
+    data: dict[str, Any] | None = None,
+    batch: RolloutBatch = BATCH,
+    train: dict[str, Any] | None = None,
+    argv: tuple[str, ...] = (),
+    **more: Any,
 ) -> Case:
     sections = {
         "algorithm": ALGORITHM | {"use_tis": True} | more,
         "data": {"global_batch_size": 6} | (data or {}),
         "train": train or {},
     }
-    return Case(argv=LINEAR_ADAM, sections=sections, batches=[batch, replace(batch, rollout_id=1)])
+    return Case(argv=(*LINEAR_ADAM, *argv), sections=sections, batches=[batch, replace(batch, rollout_id=1)])
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "data": DYNAMIC,
         "train": {"recompute_loss_function": True, "log_probs_chunk_size": 3},
     },
+    "recomputed_layers": {
+        "data": DYNAMIC,
+        "argv": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    },
+    "recomputed_attention": {"data": DYNAMIC, "argv": ("--recompute-granularity", "selective")},
     "chunks": {"data": DYNAMIC, "train": {"log_probs_chunk_size": 2}},
 }
 
@@ -71,6 +81,34 @@ def test_order_of_samples_does_not_matter(model_dir: Path) -> None:
     shuffled = RolloutBatch(**{k: [v[i] for i in order] if isinstance(v, list) else v for k, v in columns.items()})
     want = run_case(model_dir, case(data=data))
     assert_same_training(run_case(model_dir, case(data=data, batch=shuffled)), want)
+
+
+def with_empty_responses(batch: RolloutBatch, samples: set[int]) -> RolloutBatch:
+    """Some samples lose their response: a prompt that filled the context."""
+    lengths = [0 if i in samples else n for i, n in enumerate(batch.response_lengths)]
+    removed = [n - kept for n, kept in zip(batch.response_lengths, lengths, strict=True)]
+    masks = [m[:n] for m, n in zip(batch.loss_masks, lengths, strict=True)]
+    sums = dict.fromkeys(batch.rollout_ids, 0.0)
+    for rollout, mask in zip(batch.rollout_ids, masks, strict=True):
+        sums[rollout] += float(mask.sum())
+    return replace(
+        batch,
+        tokens=[t[: len(t) - n] for t, n in zip(batch.tokens, removed, strict=True)],
+        response_lengths=lengths,
+        loss_masks=masks,
+        rollout_log_probs=[p[:n] for p, n in zip(batch.rollout_log_probs or [], lengths, strict=True)],
+        rollout_mask_sums=[sums[r] for r in batch.rollout_ids],
+    )
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_micro_batch_without_any_response_token_adds_nothing(model_dir: Path, per_token: bool) -> None:
+    batch = with_empty_responses(BATCH, {3, 4, 5, 11})
+    more = {"batch": batch, "calculate_per_token_loss": per_token}
+    alone = run_case(model_dir, case(train={"share_prompt_prefix": False}, data={"micro_batch_size": 1}, **more))
+    among_others = run_case(model_dir, case(data={"micro_batch_size": 13}, **more))
+    assert_same_training(alone, among_others)
+    assert alone.metrics[0]["train/grad_norm"] > 0
 
 
 def test_two_runs_are_identical(model_dir: Path) -> None:
