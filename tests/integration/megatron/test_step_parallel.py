@@ -1,4 +1,4 @@
-"""Tensor, data, context and pipeline parallel training against one process."""
+"""Tensor, data, context and pipeline parallel training against one process; all of it is in ``tests/parallel``."""
 
 from __future__ import annotations
 
@@ -29,31 +29,22 @@ def case(
     *,
     algorithm: dict[str, Any] = POLICY,
     data: dict[str, Any] | None = None,
-    train: dict[str, Any] | None = None,
     num_processes: int = 2,
 ) -> Case:
     return Case(
         argv=(*LINEAR_ADAM, *layout),
-        sections={"algorithm": algorithm, "data": DATA | (data or {}), "train": train or {}},
+        sections={"algorithm": algorithm, "data": DATA | (data or {})},
         batches=[BATCH, replace(BATCH, rollout_id=1)],
         num_processes=num_processes,
     )
 
 
-PER_TOKEN = POLICY | {"calculate_per_token_loss": True}
 GSPO = {"advantage_estimator": "gspo", "use_opsm": True}
 CASES: dict[str, Case] = {
-    "tp2": case(TP),
     "tp2_sp": case((*TP, "--sequence-parallel")),
-    "tp2_recomputed_loss": case(TP, train={"recompute_loss_function": True}),
-    "dp2": case(),
-    "dp2_balanced": case(data={"balance_data": True}),
-    "dp2_per_token": case(algorithm=PER_TOKEN),
     "dp2_whitened": case(algorithm=WHITENED),
     # One sample per micro-batch and five-sample steps: a rank gets a placeholder.
     "dp2_uneven": case(data={"use_dynamic_batch_size": False, "global_batch_size": 12}),
-    "cp2": case(CP),
-    "cp2_shared_prompts": case(CP, train={"share_prompt_prefix": True}),
     "cp2_per_token_gspo": case(CP, algorithm=GSPO | {"calculate_per_token_loss": True}),
     "pp2": case(PP),
 }

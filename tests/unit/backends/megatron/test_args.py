@@ -188,3 +188,9 @@ def test_a_namespace_survives_json_and_pickle(folder: Path) -> None:
     assert args.params_dtype is torch.bfloat16
     assert args.attention_backend.name == "flash"
     assert namespace(config) == args
+
+
+def test_overlap_is_honoured_without_a_gpu(folder: Path) -> None:
+    found = values(folder, ["--overlap-grad-reduce", "--overlap-param-gather"], num_processes=2)
+    assert (found["overlap_grad_reduce"], found["overlap_param_gather"]) == (True, True)
+    assert not values(folder)["overlap_grad_reduce"]
