@@ -34,8 +34,8 @@ def make_model(name: str, folder: Path) -> Path:
 def _scale(key: str, *, tied: bool) -> float:
     """Makes a random model smooth: at the edge of saturation rounding alone moves the gradient norm by 1e-6.
 
-    A tied embedding gives large logits, and normalised random queries and keys attend to single tokens.
+    Random output layers give large logits, and normalised random queries and keys attend to single tokens.
     """
-    if tied and "embed_tokens" in key:
+    if "lm_head" in key or (tied and "embed_tokens" in key):
         return 0.3
     return 0.5 if "q_norm" in key or "k_norm" in key else 1.0

@@ -113,6 +113,8 @@ def transformers_step(model_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
     loss = torch.cat(losses).mean()
     loss.backward()
     weights = dict(model.state_dict())  # for the buffers, which stay as they are
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
     for name, parameter in model.named_parameters():
         weights[name] = parameter.detach() - parameter.grad / (parameter.grad.abs() + 1)
     return loss.item(), as_in_files(weights)

@@ -12,7 +12,7 @@ from slime.types import RolloutBatch
 from tests.parallel.layouts import layout
 from tests.parallel.models import make_model
 from tests.parallel.ragged import ragged_rollout
-from tests.parallel.test_layouts import SFT
+from tests.parallel.test_layouts import POLICY
 from tests.parallel.traces import DYNAMIC, LIMIT, Trace
 from tests.support.gloo import Rank, run_ranks
 from tests.support.training import make_config
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 # The second and third step depend on both moments and on the step count; eps keeps rounding from flipping signs.
 OPTIMIZER = ("--lr", "0.05", "--adam-eps", "0.01", "--adam-beta1", "0.8", "--adam-beta2", "0.9", "--clip-grad", "1e9")
 OPTIMIZER += ("--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--weight-decay", "0.01")
+# KL and entropy make the loss depend on the weights; of an on-policy step it is else the mean advantage.
+OBJECTIVE = POLICY | {"entropy_coef": 0.1, "kl_loss_coef": 0.5}
 BATCHES = [ragged_rollout(seed=i, rollout_id=i) for i in range(3)]
 
 LAYOUTS = {
@@ -51,7 +53,7 @@ def train(
         (*OPTIMIZER, *layout(layout_name).argv, *argv),
         num_processes=rank.world_size,
         data=DYNAMIC | {"num_rollout": 4},
-        algorithm=SFT,  # its loss depends on the weights; that of an on-policy step is the mean advantage
+        algorithm=OBJECTIVE,
         checkpoint=checkpoint,
     )
     losses, norms = [], []

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from slime.backends.megatron.checkpoint_dirs import StartPoint
 from slime.backends.megatron.checkpoint_files import PendingSave, checkpoint_faults, plan_save
 from slime.backends.megatron.export import load_hf
+from slime.backends.megatron.optimizer_parts import fit_parts
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.schedule import continue_optimizer
 from slime.backends.megatron.value_head import leave_missing_head_out
@@ -144,7 +145,7 @@ def resume(trainable: Trainable, config: Config, parallel: ParallelState, point:
             continue_optimizer(
                 trainable.optimizer,
                 trainable.scheduler,
-                loaded["optimizer"],
+                fit_parts(trainable.optimizer, loaded["optimizer"]),
                 loaded["opt_param_scheduler"],
                 warmup_is_share=config.megatron.get("lr_warmup_fraction") is not None,
             )
