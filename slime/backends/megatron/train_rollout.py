@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import distributed as dist
 
+from slime.backends.megatron.engine_correction import weight_normaliser
 from slime.backends.megatron.hooks import TrainHooks
 from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.optimizer_steps import run_optimizer_steps
@@ -88,6 +89,7 @@ class RolloutTrainer:
                 batch=batch,
                 columns=columns,
                 old_from_engine=pass_plan.old_from_engine,
+                weight_normaliser=self._weight_normaliser(plan, columns),
             )
             with self._timer.context("actor_train"):
                 self.step_metrics, current = run_optimizer_steps(context, plan, self._passes, self._step, self._skips)
@@ -152,6 +154,11 @@ class RolloutTrainer:
             self._hooks.rollout_data_postprocess(self._hooks.args, batch.rollout_id, data)
             from_hook_data(data, batch, columns, plan.samples, flag="--rollout-data-postprocess-path")
         self.returns = {} if columns.returns is None else to_rows(columns.returns, self._parallel)
+
+    def _weight_normaliser(self, plan: RolloutPlan, columns: RolloutColumns) -> float:
+        if not self._parallel.is_pp_last:
+            return 1.0
+        return weight_normaliser(self._config.algorithm, columns, plan.samples, self._parallel)
 
     def _rollout_metrics(
         self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column | None
