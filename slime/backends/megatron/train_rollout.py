@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 from slime.backends.megatron.engine_correction import weight_normaliser
 from slime.backends.megatron.hooks import TrainHooks
+from slime.backends.megatron.logprob_evidence import difference_pattern
 from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.optimizer_steps import run_optimizer_steps
 from slime.backends.megatron.passes import ModelPasses
@@ -24,6 +25,7 @@ from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.step import TrainStep
 from slime.config import Config
+from slime.observability.logprob_monitor import DIFF_KEY, exceeds
 from slime.observability.metrics import reduce_metrics
 from slime.observability.timers import Timer
 from slime.types import Float32Array, RolloutBatch
@@ -89,11 +91,16 @@ class RolloutTrainer:
                 batch=batch,
                 columns=columns,
                 old_from_engine=pass_plan.old_from_engine,
-                weight_normaliser=self._weight_normaliser(plan, columns),
+                weight_normaliser=weight_normaliser(self._config.algorithm, columns, plan.samples, self._parallel),
             )
             with self._timer.context("actor_train"):
-                self.step_metrics, current = run_optimizer_steps(context, plan, self._passes, self._step, self._skips)
-            return reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+                self.step_metrics, current, entropy = run_optimizer_steps(
+                    context, plan, self._passes, self._step, self._skips
+                )
+            metrics = reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+            if exceeds(metrics.get(DIFF_KEY, 0.0), self._config.algorithm.max_logprob_diff):
+                metrics |= self._difference_pattern(plan, columns, current, entropy)
+            return metrics
 
     def estimate(self, batch: RolloutBatch) -> dict[str, float]:
         """What ``train`` does before its first optimizer step, and nothing more. Collective over all training ranks.
@@ -155,10 +162,16 @@ class RolloutTrainer:
             from_hook_data(data, batch, columns, plan.samples, flag="--rollout-data-postprocess-path")
         self.returns = {} if columns.returns is None else to_rows(columns.returns, self._parallel)
 
-    def _weight_normaliser(self, plan: RolloutPlan, columns: RolloutColumns) -> float:
-        if not self._parallel.is_pp_last:
-            return 1.0
-        return weight_normaliser(self._config.algorithm, columns, plan.samples, self._parallel)
+    def _difference_pattern(
+        self, plan: RolloutPlan, columns: RolloutColumns, current: Column, entropy: Column
+    ) -> dict[str, float]:
+        """How the engine's log-probs differ from those of the weights before the first update."""
+        assert columns.rollout_log_probs is not None, "the difference to them was measured"
+        scored = current if columns.old_log_probs is None else columns.old_log_probs
+        entropy = entropy if columns.entropy is None else columns.entropy
+        return difference_pattern(
+            scored, columns.rollout_log_probs, entropy, columns.masks, plan.samples, self._parallel
+        )
 
     def _rollout_metrics(
         self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column | None

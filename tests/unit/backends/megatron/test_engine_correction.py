@@ -27,7 +27,7 @@ from slime.config import ArgsView, Config  # noqa: E402
 from slime.config.sections import AlgorithmConfig  # noqa: E402
 from slime.errors import DataError  # noqa: E402
 
-ALONE = cast(ParallelState, cast(Any, SimpleNamespace(dp_size=1, device=torch.device("cpu"))))
+ALONE = cast(ParallelState, cast(Any, SimpleNamespace(is_pp_last=True, dp_size=1, device=torch.device("cpu"))))
 ROW = cast(MicroBatch, cast(Any, SimpleNamespace(response_lengths=(2, 1), total_lengths=(5, 4))))
 
 
