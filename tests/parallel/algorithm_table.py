@@ -88,9 +88,8 @@ ESTIMATORS: tuple[Row, ...] = (
     ),
 )
 
-_BYPASS = "policy ratio to the engine's log-probs"
-_MEAN_SHIFT = "tests/unit/algorithms/test_reduction.py::test_whitening_equals_the_formula_and_forgets_the_split"
-_ONE_REJECTION = "tokens with w outside leave the loss; one w_t < veto takes the sequence"
+_WHITENED = "tests/unit/algorithms/test_reduction.py::test_whitening_equals_the_formula_and_forgets_the_split"
+
 
 OPTIONS: tuple[Row, ...] = (
     Row(
@@ -157,7 +156,7 @@ OPTIONS: tuple[Row, ...] = (
         names=("normalize_advantages",),
         formula="(A - mean) / sqrt(var + 1e-8) over all ranks",
         paper="https://arxiv.org/abs/2501.03262",
-        test=_MEAN_SHIFT,
+        test=_WHITENED,
     ),
     Row(
         names=("kl_coef",),
@@ -197,7 +196,7 @@ OPTIONS: tuple[Row, ...] = (
     ),
     Row(
         names=("use_rollout_logprobs",),
-        formula=_BYPASS,
+        formula="r is taken to the engine's log-probs",
         paper="https://fengyao.notion.site/off-policy-rl",
         test=_reference("rollout_logprobs"),
     ),
@@ -250,6 +249,12 @@ OPTIONS: tuple[Row, ...] = (
         test="tests/unit/algorithms/test_reference.py::test_measuring_changes_nothing_and_gives_perplexities",
     ),
     Row(
+        names=("use_opd", "opd_kl_coef"),
+        formula="A - coef (log p_student - log p_teacher)",
+        paper="https://arxiv.org/abs/2306.08543",
+        test="tests/integration/megatron/test_distillation.py::test_grpo",
+    ),
+    Row(
         names=("custom_loss_function_path",),
         formula="yours",
         paper="-",
@@ -284,6 +289,9 @@ NOT_FORMULAS: dict[str, str] = {
     "use_stateless_adam": "concerns the optimizer",
     "use_routing_replay": "concerns the model's forward pass",
     "use_rollout_routing_replay": "concerns the model's forward pass",
+    "opd_type": "says where the teacher runs",
+    "opd_teacher_load": "says where the teacher is",
+    "opd_teacher_ckpt_step": "says where the teacher is",
     "num_critic_only_steps": "says which model is trained",
     "max_logprob_diff": "bounds a monitor",
     "max_logprob_diff_action": "bounds a monitor",
@@ -320,7 +328,10 @@ def table() -> str:
     lines += [(", ".join(row.names), row.formula, row.paper, row.test) for row in ESTIMATORS]
     lines += [(" ".join(flags[name] for name in row.names), row.formula, row.paper, row.test) for row in OPTIONS]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    text = ["  ".join([*(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=True)), line[3]]) for line in lines]
+    text = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=True)), line[3]])
+        for line in lines
+    ]
     return "\n".join([text[0], "-" * max(map(len, text)), *text[1:]])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.config.draft import Draft
-from slime.config.sections.algorithm import KL_PENALTY_ESTIMATORS, WHITENED_ESTIMATORS
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS, KL_PENALTY_ESTIMATORS, WHITENED_ESTIMATORS
 
 
 def check_objective(draft: Draft) -> None:
@@ -16,7 +16,8 @@ def check_objective(draft: Draft) -> None:
     if algorithm.use_rollout_routing_replay:
         algorithm = replace(algorithm, use_routing_replay=True)
     draft.algorithm = algorithm
-    draft.problems += _kl_problems(draft) + _weight_problems(draft) + _other_problems(draft) + _hook_problems(draft)
+    draft.problems += _critic_problems(draft) + _kl_problems(draft) + _weight_problems(draft)
+    draft.problems += _other_problems(draft) + _hook_problems(draft)
     if draft.train.only_train_params_name_list and draft.train.freeze_params_name_list:
         draft.problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other")
     if draft.train.enable_mtp_training and not draft.train.mtp_num_layers:
@@ -28,6 +29,28 @@ def check_objective(draft: Draft) -> None:
             f"--advantage-estimator cispo with --eps-clip {algorithm.eps_clip:g}: CISPO is meant to clip only from "
             "above; --eps-clip 1 or more turns the lower bound off"
         )
+
+
+def _critic_problems(draft: Draft) -> list[str]:
+    algorithm, rollouts = draft.algorithm, draft.data.num_rollout
+    if algorithm.advantage_estimator not in CRITIC_ESTIMATORS:
+        if algorithm.num_critic_only_steps:
+            draft.notices.append(
+                f"--num-critic-only-steps {algorithm.num_critic_only_steps} has no effect without "
+                f"--advantage-estimator {', '.join(sorted(CRITIC_ESTIMATORS))}"
+            )
+        return []
+    if rollouts is not None and 0 < rollouts <= algorithm.num_critic_only_steps:
+        draft.notices.append(
+            f"--num-critic-only-steps {algorithm.num_critic_only_steps}: all {rollouts} rollouts train only the critic"
+        )
+    if not algorithm.compute_advantages_and_returns:
+        problem = (
+            f"--advantage-estimator {algorithm.advantage_estimator} trains a critic on returns; remove "
+            "--disable-compute-advantages-and-returns, or use an estimator without a critic"
+        )
+        return [problem]
+    return []
 
 
 def _kl_problems(draft: Draft) -> list[str]:
