@@ -167,7 +167,7 @@ def test_roles_that_continue_different_rollouts_are_refused(tmp_path):
 
 
 def test_step_metrics_are_those_of_both_roles(tmp_path):
-    both, _, (actor, critic) = make(tmp_path)
+    both, _, (actor, _) = make(tmp_path)
     critic.step_metrics = lambda: [{"critic-train/step": 4.0, "critic-train/loss": 1.0}]
     actor.step_metrics = lambda: [{"train/step": 4.0, "train/loss": 2.0}]
     both_rows = [{"train/step": 4.0, "train/loss": 2.0, "critic-train/step": 4.0, "critic-train/loss": 1.0}]
@@ -189,3 +189,14 @@ def test_a_critic_goes_with_its_actor(tmp_path):
         "iter_0000002",
         "iter_0000009",
     ]
+
+
+def test_what_is_written_in_the_background_is_the_actors_part(tmp_path):
+    both, _, (actor, _) = make(tmp_path)
+    finished = []
+    actor.finish_save = finished.append
+    actor.last_complete_save = lambda: 3
+    both.save(3)
+    both.finish_save(5.0)
+    assert finished == [5.0]
+    assert both.last_complete_save() == 3
