@@ -167,7 +167,7 @@ def test_roles_that_continue_different_rollouts_are_refused(tmp_path):
 
 
 def test_step_metrics_are_those_of_both_roles(tmp_path):
-    both, _, (actor, _) = make(tmp_path)
+    both, _, (actor, critic) = make(tmp_path)
     critic.step_metrics = lambda: [{"critic-train/step": 4.0, "critic-train/loss": 1.0}]
     actor.step_metrics = lambda: [{"train/step": 4.0, "train/loss": 2.0}]
     both_rows = [{"train/step": 4.0, "train/loss": 2.0, "critic-train/step": 4.0, "critic-train/loss": 1.0}]
