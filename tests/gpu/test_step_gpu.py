@@ -19,18 +19,10 @@ from tests.support.rollouts import reference_log_probs
 from tests.support.tiny_models import Family, as_in_files, make_tiny_model
 from tests.support.workers import LEARNING_RATE, LINEAR_ADAM, Case, Outcome, run_case, running_worker, weights_of
 
-from tests.integration.megatron.test_critic import (  # isort: skip
-    VALUE_CLIP,
-    as_rows,
-    gradients,
-    reference_values,
-    slow_mean,
-    slow_value_loss,
-)
 from tests.integration.megatron.test_step_invariance import BATCH, VARIANTS, case  # isort: skip
 from tests.integration.megatron.test_step_reference import CASES  # isort: skip
 from slime.backends.megatron import parallel  # isort: skip
-from tests.support.training import make_config, make_critic_config  # isort: skip
+from tests.support.training import make_config  # isort: skip
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = {"device": "cuda"}
@@ -126,26 +118,6 @@ ROUTED = TOLERANCES | {"bf16": Tolerance(loss=5e-2, log_prob=5e-2, grad_norm=0.2
 def test_a_step_of_a_mixture_of_experts_equals_float64(family: Family, precision: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, family)
     assert_step_equals_float64(folder, "temperature", precision, ROUTED[precision])
-
-
-@pytest.mark.parametrize("precision", TOLERANCES)
-def test_a_step_of_the_critic_equals_float64(precision: str, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, "qwen3", tie_word_embeddings=True)
-    sections = {"algorithm": {"value_clip": VALUE_CLIP}, "data": {"global_batch_size": 12, "micro_batch_size": 5}}
-    argv = LARGE_STEP if precision == "bf16" else LINEAR_ADAM
-    with running_worker(make_critic_config(folder, argv, **on_device(sections, precision))) as worker:
-        before = {name: tensor.cpu().double() for name, tensor in weights_of(worker).items()}
-        reference = reference_values(folder, BATCH, before["score.weight"], before["score.bias"])
-        generator = torch.Generator().manual_seed(5)
-        old = [v.detach() + torch.randn(len(v), generator=generator) * 0.5 for v in reference.values]
-        returns = [v.detach() + torch.randn(len(v), generator=generator) for v in reference.values]
-        loss = slow_mean(BATCH, slow_value_loss(reference.values, old, returns))
-        grads, norm = gradients(loss, reference.parameters)
-        metrics = worker.train(BATCH, as_rows(old), as_rows(returns))
-        limit = TOLERANCES[precision]
-        assert metrics["critic-train/value_loss"] == pytest.approx(loss.item(), abs=limit.loss)
-        assert metrics["critic-train/grad_norm"] == pytest.approx(norm, rel=limit.grad_norm)
-        assert_updated(weights_of(worker), before, grads, precision, limit)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
