@@ -19,7 +19,8 @@ cpu.install()  # a user's module may import this one before anything of ours has
 from megatron.core import parallel_state as mpu  # noqa: E402
 
 from slime.backends.megatron.hooks import icepop_function, vanilla_tis_function  # noqa: E402
-from slime.backends.megatron.logprobs import VocabShard, score_tokens  # noqa: E402
+from slime.backends.megatron.logprobs import score_tokens  # noqa: E402
+from slime.backends.megatron.vocab_shard import VocabShard  # noqa: E402
 
 __all__ = ["get_log_probs_and_entropy", "icepop_function", "vanilla_tis_function"]
 

@@ -16,30 +16,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from slime.backends.megatron.kept_tokens import KeptTokens, RestrictedSoftmax
+from slime.backends.megatron.vocab_shard import VocabShard
+
 # Rows per chunk when none is asked for: temporaries stay in the cache of a CPU core, and on a GPU are
 # large enough to keep it busy.
 AUTO_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VocabShard:
-    """The vocabulary columns this rank holds.
-
-    Args:
-        start: Token id of column 0.
-        num_valid: Columns that are real tokens; the rest is padding and takes part in nothing.
-        group: Ranks that hold the other columns; None when there are none.
-    """
-
-    start: int
-    num_valid: int
-    group: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, vocab_size: int, num_columns: int, rank: int = 0, group: dist.ProcessGroup | None = None) -> VocabShard:
-        """Shard ``rank`` of a vocabulary padded to equal shards of ``num_columns``."""
-        start = rank * num_columns
-        return cls(start=start, num_valid=min(max(vocab_size - start, 0), num_columns), group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +42,7 @@ def score_tokens(
     chunk_size: int = -1,
     with_entropy: bool = False,
     reuse_logits: bool = False,
+    kept: KeptTokens | None = None,
 ) -> TokenScores:
     """Score chosen tokens. Collective over ``shard.group`` in the forward only.
 
@@ -73,6 +56,7 @@ def score_tokens(
         with_entropy: Also return the entropy of each target's distribution.
         reuse_logits: Let the backward write the gradient over ``logits``; only when nothing else
             reads them and the backward runs once.
+        kept: R sets of token ids to which the log-probs, not the entropy, are restricted.
 
     Returns:
         The scores; every rank of the group gets the same.
@@ -82,7 +66,13 @@ def score_tokens(
     if chunk_size <= 0:
         budget = AUTO_CHUNK_ELEMENTS.get(logits.device.type, AUTO_CHUNK_ELEMENTS["cuda"])
         chunk_size = max(1, budget // max(logits.size(1), 1))
-    options = _Options(shard, 1.0 / temperature, chunk_size, with_entropy, reuse_logits)
+    scale = 1.0 / temperature
+    restricted = None
+    if kept is not None:
+        # An entry takes several indices, so fewer of them than elements of a chunk are in hand at once.
+        entries = max(1, chunk_size * logits.size(1) // 8)
+        restricted = RestrictedSoftmax(kept, rows, shard, scale=scale, entries_per_piece=entries)
+    options = _Options(shard, scale, chunk_size, with_entropy, reuse_logits, restricted)
     log_probs, entropy = _ScoreTokens.apply(logits, targets, rows, options)
     return TokenScores(log_probs=log_probs, entropy=entropy.index_select(0, rows) if with_entropy else None)
 
@@ -94,6 +84,12 @@ class _Options:
     chunk: int
     with_entropy: bool
     reuse_logits: bool
+    restricted: RestrictedSoftmax | None
+
+    @property
+    def uses_whole_rows(self) -> bool:
+        """Whether anything is asked that depends on logits outside the kept sets."""
+        return self.with_entropy or self.restricted is None or not self.restricted.restricts_all
 
     def accumulate_dtype(self, logits: Tensor) -> torch.dtype:
         return torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -110,41 +106,54 @@ class _ScoreTokens(torch.autograd.Function):
         dtype = options.accumulate_dtype(logits)
         peak, log_sum, mean_logit = _row_statistics(logits, options)
         log_normaliser = log_sum + peak
-        column, held = _local_columns(targets, shard)
+        column, held = shard.columns(targets)
         chosen = logits[rows, column].to(dtype) * scale
         chosen = torch.where(held, chosen, chosen.new_zeros(()))
         if shard.group is not None:
             dist.all_reduce(chosen, group=shard.group)
         entropy = log_normaliser - mean_logit if options.with_entropy else log_normaliser.new_zeros(0)
+        peak, log_sum = peak.index_select(0, rows), log_sum.index_select(0, rows)
+        restricted_normaliser = log_normaliser.new_zeros(0)
+        if options.restricted is not None:
+            kept_peak, kept_log_sum = options.restricted.log_sums(logits, dtype)
+            restricted_normaliser = kept_peak + kept_log_sum
+            peak = torch.where(options.restricted.restricted, kept_peak, peak)
+            log_sum = torch.where(options.restricted.restricted, kept_log_sum, log_sum)
         ctx.options = options
-        ctx.save_for_backward(logits, targets, rows, log_normaliser, entropy)
+        ctx.save_for_backward(logits, targets, rows, log_normaliser, entropy, restricted_normaliser)
         if not options.with_entropy:
             ctx.mark_non_differentiable(entropy)
         # Peak first: a confident token's log-prob is tiny, and would drown in the rounding of large logits.
-        log_probs = (chosen - peak.index_select(0, rows)) - log_sum.index_select(0, rows)
-        return log_probs, entropy
+        return (chosen - peak) - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        logits, targets, rows, log_normaliser, entropy = ctx.saved_tensors
+        logits, targets, rows, log_normaliser, entropy, restricted_normaliser = ctx.saved_tensors
         options: _Options = ctx.options
-        shard, scale = options.shard, options.inverse_temperature
+        shard, scale, restricted = options.shard, options.inverse_temperature, options.restricted
         grad_logits = logits.detach() if options.reuse_logits else torch.empty_like(logits)
         grad_log_probs = grad_log_probs.to(log_normaliser.dtype)
-        row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, grad_log_probs)
-        column, held = _local_columns(targets, shard)
+        free = grad_log_probs if restricted is None else grad_log_probs.masked_fill(restricted.restricted, 0)
+        row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, free)
+        column, held = shard.columns(targets)
         for start in range(0, len(logits), options.chunk):
             span = slice(start, start + options.chunk)
-            z = logits[span, : shard.num_valid].to(log_normaliser.dtype) * scale - log_normaliser[span, None]
-            p = z.exp()
-            grad = p * -row_totals[span, None]
+            valid = logits[span, : shard.num_valid]
+            if options.uses_whole_rows:
+                z = valid.to(log_normaliser.dtype) * scale - log_normaliser[span, None]
+                p = z.exp()
+                grad = p * -row_totals[span, None]
+            else:
+                grad = torch.zeros_like(valid, dtype=log_normaliser.dtype)
             if options.with_entropy:
                 # dH/dx = -p (log p + H); p = 0 contributes nothing, though log p is -inf there.
                 slope = torch.where(p > 0, p * (z + entropy[span, None]), torch.zeros_like(p))
                 grad -= grad_entropy[span, None] * slope
+            if restricted is not None:
+                restricted.subtract_expectation(grad, valid, start, grad_log_probs, restricted_normaliser)
             # The chosen entry is g (1 - p): adding g before rounding to the logits' dtype keeps the
             # digits that remain when p is close to 1.
-            inside = held & (rows >= start) & (rows < start + len(z))
+            inside = held & (rows >= start) & (rows < start + len(grad))
             index = torch.where(inside, (rows - start) * shard.num_valid + column, torch.zeros_like(rows))
             share = torch.where(inside, grad_log_probs, torch.zeros_like(grad_log_probs))
             if grad.numel():
@@ -154,16 +163,12 @@ class _ScoreTokens(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
-def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
-    column = targets - shard.start
-    held = (column >= 0) & (column < shard.num_valid)
-    return torch.where(held, column, torch.zeros_like(column)), held
-
-
 def _row_statistics(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
     """Over all shards, ``[U]`` each: largest logit, log of the sum of exponentials above it, mean logit."""
     shard, scale, dtype = options.shard, options.inverse_temperature, options.accumulate_dtype(logits)
+    if not options.uses_whole_rows:
+        nothing = logits.new_zeros(len(logits), dtype=dtype)
+        return nothing, nothing, nothing
     peak = logits.new_full((len(logits),), float("-inf"), dtype=dtype)
     if shard.num_valid:
         peak = logits[:, : shard.num_valid].amax(dim=1).to(dtype) * scale
