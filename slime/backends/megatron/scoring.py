@@ -64,14 +64,14 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
         and not spec.needs_critic
         and not config.rollout.keep_old_actor
         and not algorithm.use_opd
-        and not replays_own_routing
         and not spec.needs_old_log_probs
     )
     engine_is_enough = algorithm.use_rollout_logprobs and not algorithm.get_mismatch_metrics
     return PassPlan(
         ref=algorithm.kl_coef != 0 or algorithm.use_kl_loss,
         teacher=algorithm.use_opd and algorithm.opd_type == "megatron",
-        old=not same_policy and not engine_is_enough,
+        # Own routes come from the old pass, whosever log-probs are the old ones for the loss.
+        old=replays_own_routing or (not same_policy and not engine_is_enough),
         old_from_engine=algorithm.use_rollout_logprobs,
     )
 

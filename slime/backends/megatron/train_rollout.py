@@ -17,6 +17,7 @@ from torch import distributed as dist
 from slime.backends.megatron.batches import MicroBatch, RowSettings, build_micro_batch, packing_lengths
 from slime.backends.megatron.checks import check_step
 from slime.backends.megatron.hooks import TrainHooks
+from slime.backends.megatron.kept_tokens import check_kept_tokens
 from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data
@@ -119,19 +120,26 @@ class RolloutTrainer:
                 plan = self._plan(batch)
                 columns = RolloutColumns.of(batch, plan.samples, self._parallel.device)
             pass_plan = plan_passes(self._config, num_steps=len(plan.schedule.steps))
-            self._score(plan, columns, pass_plan)
-            self._estimate(batch, plan, columns)
-            context = LossContext(
-                config=self._config,
-                hooks=self._hooks,
-                batch=batch,
-                columns=columns,
-                old_from_engine=pass_plan.old_from_engine,
-            )
-            current = self._optimize(context, plan)
+            with self._passes.routing.rollout(batch, plan.samples):
+                self._score(plan, columns, pass_plan)
+                self._estimate(batch, plan, columns)
+                context = LossContext(
+                    config=self._config,
+                    hooks=self._hooks,
+                    batch=batch,
+                    columns=columns,
+                    old_from_engine=pass_plan.old_from_engine,
+                )
+                with self._passes.routing.training():
+                    current = self._optimize(context, plan)
             return reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
 
     def _plan(self, batch: RolloutBatch) -> RolloutPlan:
+        # The whole batch on every rank, so that all of them refuse it.
+        self._passes.routing.check(batch)
+        check_kept_tokens(
+            batch, vocab_size=self._config.megatron.vocab_size, truncated_by=truncating_flags(self._config)
+        )
         lengths = packing_lengths(batch, share_prompts=self._rows.share_prompts)
         costs = _sample_costs(self._config, batch.total_lengths) if self._packing.balance == "cost" else None
         schedule = build_dp_schedule(batch.rollout_ids, lengths, self._packing, costs)
@@ -176,7 +184,8 @@ class RolloutTrainer:
             columns.teacher_log_probs, _ = self._score_with("teacher_", self._teacher, plan)
         if pass_plan.old:
             with_entropy = self._config.algorithm.use_rollout_entropy
-            columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
+            with self._passes.routing.old_pass():
+                columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
 
     def _score_with(
         self, prefix: str, weights: WeightSnapshot | None, plan: RolloutPlan, with_entropy: bool = False
@@ -266,6 +275,16 @@ class RolloutTrainer:
             dist.all_reduce(sums, group=self._parallel.dp_group)
         num_rollouts = sum(step.num_rollouts for step in plan.schedule.steps)
         return dict(zip(names, (sums / num_rollouts).tolist(), strict=True))
+
+
+def truncating_flags(config: Config) -> str | None:
+    """The flags by which the tokens of the policy loss were sampled from a truncated distribution."""
+    if config.algorithm.loss_type != "policy_loss":
+        return None
+    rollout = config.rollout
+    flags = [f"--rollout-top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p != 1 else []
+    flags += [f"--rollout-top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k != -1 else []
+    return " ".join(flags) or None
 
 
 def shares_prompts(config: Config, cp_size: int) -> bool:

@@ -46,7 +46,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_task_type": _DEFAULT_ONLY,
     "load_forge_rollout_data": _DEFAULT_ONLY,
     "max_weight_staleness": _DEFAULT_ONLY,
-    "rollout_top_p": _DEFAULT_ONLY,
     "multimodal_keys": _DEFAULT_ONLY,
     # Objective
     "advantage_estimator": ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
@@ -54,8 +53,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "lambd": _DEFAULT_ONLY,
     "num_critic_only_steps": _DEFAULT_ONLY,
     "megatron_config_path": _DEFAULT_ONLY,
-    "use_routing_replay": _DEFAULT_ONLY,
-    "use_rollout_routing_replay": _DEFAULT_ONLY,
     "use_stateless_adam": _DEFAULT_ONLY,
     # Checkpoints
     "async_save": _DEFAULT_ONLY,

@@ -17,6 +17,7 @@ def check_objective(draft: Draft) -> None:
         algorithm = replace(algorithm, use_routing_replay=True)
     draft.algorithm = algorithm
     draft.problems += _kl_problems(draft) + _correction_problems(draft) + _hook_problems(draft)
+    _check_routing_replay(draft)
     if algorithm.tis_clip_low > algorithm.tis_clip:
         draft.problems.append(
             f"--tis-clip-low {algorithm.tis_clip_low:g} must not be larger than --tis-clip {algorithm.tis_clip:g}"
@@ -62,6 +63,22 @@ def _correction_problems(draft: Draft) -> list[str]:
     if algorithm.use_stateless_adam and not draft.checkpoint.no_save_optim:
         problems.append("--use-stateless-adam needs --no-save-optim")
     return problems
+
+
+def _check_routing_replay(draft: Draft) -> None:
+    algorithm = draft.algorithm
+    if not algorithm.use_routing_replay or algorithm.use_rollout_routing_replay:
+        return
+    if not algorithm.compute_advantages_and_returns:
+        draft.problems.append(
+            "--use-routing-replay replays the routing of the log-prob pass, which "
+            "--disable-compute-advantages-and-returns leaves out; --use-rollout-routing-replay needs no such pass"
+        )
+    if algorithm.use_rollout_logprobs:
+        draft.notices.append(
+            "--use-routing-replay runs the log-prob pass for its routing only: --use-rollout-logprobs takes the old "
+            "log-probs from the engine"
+        )
 
 
 def _hook_problems(draft: Draft) -> list[str]:
