@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime.errors import DataError
 from slime.types import RolloutBatch
+from tests.support.replay import Choices, watched_routers, with_planted_routes
 from tests.support.rollouts import make_rollout, rollout_mean
-from tests.support.routing import Choices, watched_routers, with_planted_routes
 from tests.support.tiny_models import make_tiny_model
 from tests.support.training import make_config
 from tests.support.workers import LINEAR_ADAM, Case, assert_same_training, run_case, running_worker
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(180)
 
 OWN = {"use_routing_replay": True}
 ENGINE = {"use_routing_replay": True, "use_rollout_routing_replay": True}
-SHIFT = {"custom_megatron_before_train_step_hook_path": "tests.support.routing.shift_routers"}
+SHIFT = {"custom_megatron_before_train_step_hook_path": "tests.support.replay.shift_routers"}
 BATCH = with_planted_routes(make_rollout(), num_layers=3, num_experts=8, topk=2, dense=[0])
 """The tiny Qwen2-MoE of three layers, the first of them dense."""
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.types import RolloutBatch
+from tests.support.replay import with_kept_tokens
 from tests.support.rollouts import make_rollout, rollout_mean
 from tests.support.tiny_models import make_tiny_model
 from tests.support.workers import LINEAR_ADAM, Case, assert_same_training, run_case
@@ -18,24 +18,7 @@ from tests.support.workers import LINEAR_ADAM, Case, assert_same_training, run_c
 pytestmark = pytest.mark.timeout(180)
 
 
-def truncated_rollout(vocab_size: int = 250) -> RolloutBatch:
-    """A rollout whose tokens were drawn among random sets; some tokens, and one whole sample, have no set."""
-    rng = np.random.default_rng(5)
-    batch = make_rollout(vocab_size=vocab_size)
-    ids: list[Any] = []
-    offsets: list[Any] = []
-    for tokens, length in zip(batch.tokens, batch.response_lengths, strict=True):
-        rows = []
-        for target in tokens[len(tokens) - length :]:
-            others = rng.choice(vocab_size, size=rng.integers(0, 12), replace=False)
-            rows.append(np.unique([*others, target]) if rng.random() > 0.2 else np.zeros(0, dtype=np.int64))
-        ids.append(np.concatenate(rows).astype(np.int32))
-        offsets.append(np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32))
-    ids[3], offsets[3] = ids[3][:0], np.zeros_like(offsets[3])
-    return replace(batch, rollout_top_p_token_ids=ids, rollout_top_p_token_offsets=offsets)
-
-
-BATCH = truncated_rollout()
+BATCH = with_kept_tokens(make_rollout())
 
 
 def case(*, data: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Case:

@@ -1,4 +1,7 @@
-"""What routers really did, told apart by the tokens that a token follows, and routers that change on the way."""
+"""Choices of an engine for test rollouts, and what routers really choose.
+
+Tokens are told apart by what they follow, which stays the same in whatever row they are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 from slime.types import RolloutBatch
 
 Context = tuple[int, ...]
-"""All tokens of a sequence up to and with the one meant: whatever row a token is in, this stays the same."""
+"""All tokens of a sequence up to and with the one meant."""
 
 
 @dataclass
@@ -96,3 +99,18 @@ def with_planted_routes(
             rows[t] = known[context]
         routes.append(rows)
     return replace(batch, rollout_routed_experts=routes)
+
+
+def with_kept_tokens(batch: RolloutBatch, *, vocab_size: int = 250, seed: int = 5) -> RolloutBatch:
+    """Random sets that hold the drawn token; a fifth of the tokens, and one whole sample, have none."""
+    rng = np.random.default_rng(seed)
+    ids, offsets = [], []
+    for tokens, length in zip(batch.tokens, batch.response_lengths, strict=True):
+        rows = []
+        for target in tokens[len(tokens) - length :]:
+            others = rng.choice(vocab_size, size=rng.integers(0, 12), replace=False)
+            rows.append(np.unique([*others, target]) if rng.random() > 0.2 else np.zeros(0, dtype=np.int64))
+        ids.append(np.concatenate(rows).astype(np.int32))
+        offsets.append(np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32))
+    ids[3], offsets[3] = ids[3][:0], np.zeros_like(offsets[3])
+    return replace(batch, rollout_top_p_token_ids=ids, rollout_top_p_token_offsets=offsets)
