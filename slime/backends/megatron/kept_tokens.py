@@ -57,6 +57,12 @@ class KeptTokens:
             offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)),
         )
 
+    @classmethod
+    def of_samples(cls, ids: Sequence[np.ndarray], offsets: Sequence[np.ndarray], targets: np.ndarray) -> KeptTokens:
+        """The sets of N samples as those of one: N times ``[K_i]`` ids and ``[R_i + 1]`` offsets."""
+        lengths = np.concatenate([np.diff(row) for row in offsets])
+        return cls.of(np.concatenate(list(ids)), np.concatenate([[0], lengths.cumsum(dtype=np.int64)]), targets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -88,10 +94,7 @@ def kept_tokens(batch: RolloutBatch, samples: Sequence[int], targets: np.ndarray
     ids, offsets = batch.rollout_top_p_token_ids, batch.rollout_top_p_token_offsets
     if ids is None or offsets is None or not any(len(ids[i]) for i in samples):
         return None
-    lengths = np.concatenate([np.diff(offsets[i]) for i in samples])
-    return KeptTokens.of(
-        np.concatenate([ids[i] for i in samples]), np.concatenate([[0], lengths.cumsum(dtype=np.int64)]), targets
-    )
+    return KeptTokens.of_samples([ids[i] for i in samples], [offsets[i] for i in samples], targets)
 
 
 def check_kept_tokens(batch: RolloutBatch, *, vocab_size: int, truncated_by: str | None) -> None:
