@@ -302,6 +302,8 @@ class RolloutBatch:
     weight_versions: list[tuple[str, ...]]  # N
     rollout_log_probs: list[Float32Array] | None = None  # N x [R_i]
     teacher_log_probs: list[Float32Array] | None = None  # N x [R_i]
+    values: list[Float32Array] | None = None  # N x [R_i], the critic's, before its update
+    returns: list[Float32Array] | None = None  # N x [R_i], what the critic is trained towards
     rollout_top_p_token_ids: list[Int32Array] | None = None  # N x [K_i]
     rollout_top_p_token_offsets: list[Int32Array] | None = None  # N x [R_i + 1], from 0 to K_i
     rollout_routed_experts: list[Int32Array] | None = None  # N x [L_i - 1, layers, top-k]
@@ -319,7 +321,7 @@ class RolloutBatch:
         for name, column in self.extra.items():
             if len(column) != n:
                 raise ValueError(f"extra column {name} has {len(column)} entries, tokens has {n}")
-        for name in ("loss_masks", "rollout_log_probs", "teacher_log_probs"):
+        for name in ("loss_masks", "rollout_log_probs", "teacher_log_probs", "values", "returns"):
             rows = getattr(self, name)
             for i, (row, length) in enumerate(zip(rows or [], self.response_lengths if rows else [], strict=True)):
                 if len(row) != length:

@@ -70,7 +70,10 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType(
             needs_old_log_probs=True,
         ),
         "cispo": AlgorithmSpec(
-            estimate=broadcast_reward, form=PolicyForm(loss=_cispo), group_baseline=True, group_std=True
+            estimate=broadcast_reward,
+            form=PolicyForm(loss=_cispo, dual_clip=False),
+            group_baseline=True,
+            group_std=True,
         ),
         "reinforce_plus_plus": AlgorithmSpec(estimate=reinforce_plus_plus, form=_PPO_CLIP),
         "reinforce_plus_plus_baseline": AlgorithmSpec(

@@ -7,11 +7,28 @@ their float64 formula; a masked infinity does not poison the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGap:
+    """Response tokens of a micro-batch as trainer and engine score them; no gradient, 0 where masked.
+
+    Args:
+        trainer: ``[R]`` log-probs of the policy before the update.
+        engine: ``[R]`` log-probs of the engine that sampled the tokens.
+        mask: ``[R]`` loss mask.
+        lengths: N response lengths, summing to R.
+    """
+
+    trainer: Tensor
+    engine: Tensor
+    mask: Tensor
+    lengths: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +38,18 @@ class Corrected:
     Args:
         loss: ``[R]`` policy loss after weighting.
         mask: ``[R]`` tokens that stay in the numerator; None keeps the loss mask.
+        dropped: ``[R]`` indicator of tokens that stay in the mask with weight 0; None for none.
         metrics: name -> ``[R]`` values, reduced with the original mask.
     """
 
     loss: Tensor
     mask: Tensor | None = None
+    dropped: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-Correction = Callable[[Tensor, Tensor, Tensor], Corrected]
-"""``(policy loss [R], trainer log-probs [R], engine log-probs [R]) -> Corrected``; no gradient flows to the weights."""
+Correction = Callable[[Tensor, EngineGap], Corrected]
+"""``(policy loss [R], gap) -> Corrected``."""
 
 
 def truncated_importance(low: float, high: float) -> Correction:
@@ -40,8 +59,8 @@ def truncated_importance(low: float, high: float) -> Correction:
     the share of clamped ones, ``tis_abs`` the distance of the raw weight from 1.
     """
 
-    def correct(loss: Tensor, trainer_log_probs: Tensor, engine_log_probs: Tensor) -> Corrected:
-        weight = torch.exp(trainer_log_probs - engine_log_probs).detach()
+    def correct(loss: Tensor, gap: EngineGap) -> Corrected:
+        weight = torch.exp(gap.trainer - gap.engine)
         clamped = weight.clamp(low, high)
         return Corrected(loss=loss * clamped, metrics=_weight_metrics(weight, clamped != weight))
 
@@ -54,11 +73,11 @@ def icepop(low: float, high: float) -> Correction:
     See https://ringtech.notion.site/icepop. The metrics are those of ``truncated_importance``.
     """
 
-    def correct(loss: Tensor, trainer_log_probs: Tensor, engine_log_probs: Tensor) -> Corrected:
-        weight = torch.exp(trainer_log_probs - engine_log_probs).detach()
+    def correct(loss: Tensor, gap: EngineGap) -> Corrected:
+        weight = torch.exp(gap.trainer - gap.engine)
         outside = (weight < low) | (weight > high)
         kept = torch.where(outside, torch.zeros_like(weight), weight)
-        return Corrected(loss=loss * kept, metrics=_weight_metrics(weight, outside))
+        return Corrected(loss=loss * kept, dropped=outside.float(), metrics=_weight_metrics(weight, outside))
 
     return correct
 

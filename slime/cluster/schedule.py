@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from slime.config import Config
+from slime.config import Config, MegatronConfig
 from slime.errors import ConfigError
 
 
@@ -60,9 +60,18 @@ def complete_schedule(config: Config, num_rollout_per_epoch: int | None) -> Conf
     num_rollout = (data.num_epoch or 1) * num_rollout_per_epoch
     samples = num_rollout * data.rollout_batch_size * data.n_samples_per_prompt
     per_step = data.global_batch_size or data.rollout_batch_size * data.n_samples_per_prompt
-    values = {**config.megatron.values, "train_iters": samples // per_step}
+    data = dataclasses.replace(data, num_rollout=num_rollout)
+    critic = config.critic
+    if critic is not None:
+        critic = dataclasses.replace(
+            critic,
+            data=dataclasses.replace(critic.data, num_rollout=num_rollout),
+            megatron=_of_length(critic.megatron, samples // per_step),
+        )
     return dataclasses.replace(
-        config,
-        data=dataclasses.replace(data, num_rollout=num_rollout),
-        megatron=dataclasses.replace(config.megatron, values=values),
+        config, data=data, critic=critic, megatron=_of_length(config.megatron, samples // per_step)
     )
+
+
+def _of_length(megatron: MegatronConfig, num_steps: int) -> MegatronConfig:
+    return dataclasses.replace(megatron, values={**megatron.values, "train_iters": num_steps})

@@ -68,10 +68,10 @@ def read_custom_file(
         option = "--" + dest.replace("_", "-")
         prefix = next((p for p in prefixes if option.startswith(p)), None)
         if dest in by_dest:
-            problem = _set(result.values, by_dest[dest], value)
+            problem = set_value(result.values, by_dest[dest], value)
             result.problems += [] if problem is None else [f"{where}: {problem}"]
         elif option in megatron:
-            result.megatron += _megatron_group(option, value)
+            result.megatron += megatron_group(option, value)
         elif prefix is not None:
             result.problems.append(f"{where}: {entry} has no effect in this file; give {option} on the command line")
         elif dest not in own_names and (near := difflib.get_close_matches(dest, known, n=1, cutoff=_NEARLY)):
@@ -106,7 +106,8 @@ def _read(path: str, where: str, problems: list[str]) -> Mapping[Any, Any]:
     return cast("Mapping[Any, Any]", content or {})
 
 
-def _set(values: dict[str, Any], spec: FlagSpec, value: Any) -> str | None:
+def set_value(values: dict[str, Any], spec: FlagSpec, value: Any) -> str | None:
+    """Put a YAML value into ``values``; returns why it is not acceptable, or None."""
     if spec.form in ("list", "append") and value is not None:
         items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
         value = tuple(items)
@@ -126,7 +127,8 @@ def _set(values: dict[str, Any], spec: FlagSpec, value: Any) -> str | None:
     return problem
 
 
-def _megatron_group(option: str, value: Any) -> list[FlagGroup]:
+def megatron_group(option: str, value: Any) -> list[FlagGroup]:
+    """A YAML value as the tokens of a Megatron flag; nothing for a flag that is off."""
     if value is None or value is False:
         return []
     if value is True:

@@ -11,17 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from slime.config.critic import role_config
 from slime.config.custom_file import read_custom_file
 from slime.config.draft import Draft, Surroundings
 from slime.config.embedded_flags import check_embedded_flags
 from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG
 from slime.config.families import FlagFamily, MegatronConfig, MegatronContext, PrefixFamily, plain_json
-from slime.config.flags import FlagSpec
+from slime.config.flags import FlagSpec, flag_specs
+from slime.config.roles import RoleConfig, RoleOverrides, read_roles
 from slime.config.rules import RULES
 from slime.config.rules.availability import UNAVAILABLE_MODEL_FLAGS
 from slime.config.rules.inputs import file_problem
 from slime.config.rules.parallel import check_parallel
 from slime.config.schema import SECTIONS, Config, all_flag_specs
+from slime.config.sections import CheckpointConfig
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS
 from slime.config.tokens import FlagGroup, group_tokens, read_values, unknown_flag
 from slime.errors import ConfigError
 
@@ -93,16 +97,15 @@ def parse(
     values, given, wrong = read_values(split.slime, specs)
     problems += unknown + wrong
     extra = _apply_custom_file(values, specs, families, split, problems)
-    given = given | frozenset(values)
-    draft = Draft(
-        surroundings=surroundings or Surroundings(),
-        given=given,
-        megatron_flags=frozenset(group.flag for group in split.megatron),
-        problems=problems,
+    roles = read_roles(
+        values.get("megatron_config_path"),
+        all_flag_specs(),
+        families.megatron.flag_names() if families.megatron is not None else (),
+        problems,
     )
-    _fill_sections(draft, values)
-    for rule in RULES:
-        rule(draft)
+    line = _TrainerLine(values, split.megatron, given | frozenset(values), surroundings or Surroundings())
+    own_line = line.of(roles.get("actor"))
+    draft = own_line.draft(problems)
     engine_values = _prefixed(families.sglang, split.sglang, specs, draft)
     check_embedded_flags(draft, engine_values)
     router_values = _prefixed(families.router, split.router, specs, draft)
@@ -111,10 +114,70 @@ def parse(
     config = _build(draft, engine_values, router_values, extra)
     for preflight in preflights:
         draft.problems += preflight(_readable(config))
-    megatron_config = _megatron(draft, families.megatron, split.megatron)
-    config = replace(config, megatron=megatron_config, notices=(*config.notices, *megatron_config.notices))
+    megatron_config = _megatron(draft, families.megatron, own_line.megatron)
+    critic = _critic(draft, families, line, roles.get("critic"))
+    notices = dict.fromkeys((*draft.notices, *megatron_config.notices))
+    config = replace(config, megatron=megatron_config, critic=critic, notices=tuple(notices))
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainerLine:
+    """What slime and Megatron are told on one command line."""
+
+    values: Mapping[str, Any]
+    megatron: Sequence[FlagGroup]
+    given: frozenset[str]
+    surroundings: Surroundings
+
+    def of(self, overrides: RoleOverrides | None) -> _TrainerLine:
+        """The line with a role's overrides."""
+        if overrides is None:
+            return self
+        return replace(
+            self,
+            values={**self.values, **overrides.values},
+            megatron=overrides.megatron_over(self.megatron),
+            given=self.given | frozenset(overrides.values),
+        )
+
+    def draft(self, problems: Sequence[str] = ()) -> Draft:
+        """Sections after all rules."""
+        draft = Draft(
+            surroundings=self.surroundings,
+            given=self.given,
+            megatron_flags=frozenset(group.flag for group in self.megatron),
+            problems=list(problems),
+        )
+        _fill_sections(draft, self.values)
+        for rule in RULES:
+            rule(draft)
+        return draft
+
+
+def _critic(actor: Draft, families: Families, line: _TrainerLine, overrides: RoleOverrides | None) -> RoleConfig | None:
+    """The critic's part of the configuration; its problems and notices join the actor's."""
+    if actor.algorithm.advantage_estimator not in CRITIC_ESTIMATORS:
+        if overrides is not None:
+            actor.notices.append(
+                "--megatron-config-path: the overrides of the critic have no effect without --advantage-estimator ppo"
+            )
+        return None
+    if actor.debug.debug_rollout_only:
+        return None
+    overrides = overrides or RoleOverrides()
+    checkpoint = {spec.dest for spec in flag_specs(CheckpointConfig, "checkpoint")} & set(overrides.values)
+    own = {name: overrides.values[name] for name in checkpoint}
+    others = {name: value for name, value in overrides.values.items() if name not in checkpoint}
+    own_line = line.of(replace(overrides, values=others))
+    draft = own_line.draft()
+    megatron = _megatron(draft, families.megatron, own_line.megatron)
+    config = role_config(draft, megatron, actor.checkpoint, own)
+    actor.problems += [f"critic: {p}" for p in draft.problems if p not in actor.problems]
+    notices = (*draft.notices, *megatron.notices)
+    actor.notices += [f"critic: {n}" for n in notices if n not in actor.notices]
     return config
 
 

@@ -14,6 +14,7 @@ from slime.config.families import MegatronConfig
 from slime.config.flags import FlagSpec, Section, flag_specs, unwrap_optional
 from slime.config.hf import HfModel
 from slime.config.layout import Layout, plan_layout
+from slime.config.roles import Role, RoleConfig
 from slime.config.router_flags import ROUTER_SECRETS
 from slime.config.sections import (
     AlgorithmConfig,
@@ -73,6 +74,10 @@ class Config:
     router: Mapping[str, Any] = field(default_factory=dict[str, Any])
     custom: Mapping[str, Any] = field(default_factory=dict[str, Any])
     hf: HfModel | None = None
+    role: Role = "actor"
+    """Which model a training process holds with this configuration."""
+    critic: RoleConfig | None = None
+    """What the critic's configuration has of its own (see ``roles.critic_config``); None without a critic."""
     notices: tuple[str, ...] = ()
     """Lines an operator should read once: defaults that were filled in, settings without effect."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from slime.config.engine_flags import SGLANG_ALIASES, SGLANG_DEFAULTS
 from slime.config.router_flags import ROUTER_DEFAULTS
 from slime.config.schema import SECTIONS, Config
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS
 
 
 class ArgsView:
@@ -100,7 +101,8 @@ def _flatten(config: Config) -> dict[str, Any]:
         world_size=config.cluster.world_size,
         rollout_num_engines=config.num_engines,
         rollout_external=config.rollout.rollout_external_engine_addrs is not None,
-        use_critic=config.algorithm.advantage_estimator == "ppo",
+        use_critic=config.algorithm.advantage_estimator in CRITIC_ESTIMATORS,
+        role=config.role,
         bf16=config.train.precision == "bf16",
         fp16=config.train.precision == "fp16",
     )

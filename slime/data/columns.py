@@ -6,6 +6,7 @@ Tests hold: a batch survives the way to columns and back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,8 @@ _TYPED = frozenset(
         "weight_versions",
         "rollout_log_probs",
         "teacher_log_probs",
+        "values",
+        "returns",
         "rollout_top_p_token_ids",
         "rollout_top_p_token_offsets",
         "rollout_routed_experts",
@@ -53,6 +56,24 @@ def rollout_mask_sums(loss_masks: Sequence[Float32Array], rollout_ids: Sequence[
     for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
         sums[rollout_id] = sums.get(rollout_id, 0.0) + float(mask.sum())
     return [sums[rollout_id] for rollout_id in rollout_ids]
+
+
+def with_rows(batch: RolloutBatch, **columns: Mapping[int, Float32Array]) -> RolloutBatch:
+    """The batch with response-aligned columns that were found sample by sample.
+
+    Args:
+        batch: N samples.
+        **columns: ``values`` or ``returns``: sample -> ``[R_i]``. A sample without a row, because no optimizer
+            step takes it, gets NaN: whoever reads it by mistake will notice.
+    """
+    rows: dict[str, Any] = {
+        name: [
+            found[i] if i in found else np.full(length, np.nan, dtype=np.float32)
+            for i, length in enumerate(batch.response_lengths)
+        ]
+        for name, found in columns.items()
+    }
+    return replace(batch, **rows)
 
 
 def kept_token_columns(
@@ -113,6 +134,8 @@ def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
     optional = {
         "rollout_log_probs": batch.rollout_log_probs,
         "teacher_log_probs": batch.teacher_log_probs,
+        "values": batch.values,
+        "returns": batch.returns,
         "rollout_top_p_token_ids": batch.rollout_top_p_token_ids,
         "rollout_top_p_token_offsets": batch.rollout_top_p_token_offsets,
         "rollout_routed_experts": batch.rollout_routed_experts,
@@ -167,6 +190,8 @@ def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: S
             weight_versions=[tuple(v) for v in columns.get("weight_versions") or [()] * n],
             rollout_log_probs=_float_rows(columns.get("rollout_log_probs")),
             teacher_log_probs=_float_rows(columns.get("teacher_log_probs")),
+            values=_float_rows(columns.get("values")),
+            returns=_float_rows(columns.get("returns")),
             rollout_top_p_token_ids=kept_ids,
             rollout_top_p_token_offsets=kept_offsets,
             rollout_routed_experts=route_column(columns.get("rollout_routed_experts"), [len(t) for t in tokens]),

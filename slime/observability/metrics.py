@@ -40,9 +40,11 @@ _REDUCTIONS: tuple[tuple[re.Pattern[str], Reduction], ...] = (
     (re.compile(r"/count$|_count$|/unparsed$|/timeouts$"), Reduction.SUM),
     (re.compile(r"(/|_)max$"), Reduction.MAX),
     (re.compile(r"(/|_)min$"), Reduction.MIN),
+    # A quantile of several steps together is not known; the worst step's is reported.
+    (re.compile(r"_p99$"), Reduction.MAX),
     (re.compile(r"^perf/.*_time$"), Reduction.SUM),
     (re.compile(r"^perf/.*_(bytes|tokens)$"), Reduction.SUM),
-    (re.compile(r"^train/(lr-|global_batch_size|weight_version)"), Reduction.LAST),
+    (re.compile(r"^(critic-)?train/(lr-|global_batch_size|weight_version)"), Reduction.LAST),
 )
 
 
@@ -200,6 +202,9 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "truncated": [float(t) for t in batch.truncated],
     }
     metrics = {f"rollout/{name}": statistics.fmean(column) for name, column in columns.items() if column}
+    num_tokens = sum(batch.response_lengths)
+    if num_tokens:
+        metrics["rollout/masked_frac"] = 1 - sum(float(mask.sum()) for mask in batch.loss_masks) / num_tokens
     versions = [[int(v) for v in sample if v.isdigit()] for sample in batch.weight_versions]
     known = [row for row in versions if row]
     if known:

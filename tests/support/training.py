@@ -20,7 +20,10 @@ from slime.backends.megatron.export import load_hf  # noqa: E402
 from slime.backends.megatron.model import build_model  # noqa: E402
 from slime.backends.megatron.parallel import ParallelState  # noqa: E402
 from slime.config import Config, MegatronContext  # noqa: E402
+from slime.config.critic import role_config  # noqa: E402
+from slime.config.draft import Draft, Surroundings  # noqa: E402
 from slime.config.hf import read_hf_model  # noqa: E402
+from slime.config.roles import critic_config  # noqa: E402
 from tests.support.checkpoints import with_start_settled  # noqa: E402
 from tests.support.gloo import Rank, free_port  # noqa: E402
 
@@ -57,6 +60,20 @@ def make_config(
         checkpoint=config.checkpoint,
     )
     return replace(config, megatron=MegatronFlagFamily().parse(list(megatron_argv), context))
+
+
+def make_critic_config(
+    model_dir: str | Path, megatron_argv: Sequence[str] = (), *, num_processes: int = 1, **sections: dict[str, Any]
+) -> Config:
+    """As ``make_config``, for the critic of a PPO run on the same command line."""
+    algorithm = {"advantage_estimator": "ppo"} | sections.pop("algorithm", {})
+    config = make_config(model_dir, megatron_argv, num_processes=num_processes, algorithm=algorithm, **sections)
+    draft = Draft(
+        surroundings=Surroundings(), **{name: getattr(config, name) for name in ("train", "data", "algorithm")}
+    )
+    critic = role_config(draft, config.megatron, config.checkpoint, {})
+    assert not draft.problems
+    return critic_config(replace(config, critic=critic))
 
 
 def start(config: Config, rank: Rank | None = None) -> ParallelState:

@@ -37,6 +37,7 @@ from slime.backends.megatron.checkpoint_dirs import CONFIG_FILE, StartPoint, beg
 from slime.backends.megatron.export import load_hf
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.schedule import continue_optimizer
+from slime.backends.megatron.value_head import leave_missing_head_out
 from slime.config import Config
 from slime.errors import CheckpointError
 
@@ -108,6 +109,9 @@ def load_weights(trainable: Trainable, config: Config, parallel: ParallelState, 
         load_hf(trainable.chunks, config, point.path)
     else:
         state = trainable.model_state(_content_metadata(parallel))
+        if config.role == "critic":
+            for chunk_state in state.values():
+                leave_missing_head_out(chunk_state, point.path)
         trainable.load_model_state(_load(state, point.path))
     if trainable.optimizer is not None:
         trainable.optimizer.reload_model_params()

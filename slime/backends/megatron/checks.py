@@ -14,7 +14,6 @@ from slime.errors import TrainerError
 
 NEARLY_ZERO = 1e-6
 GRAD_NORM_TOLERANCE = 0.01
-ROLE = "actor"
 
 
 def check_step(config: Config, metrics: Mapping[str, float], *, rollout_id: int, step_id: int) -> None:
@@ -22,16 +21,17 @@ def check_step(config: Config, metrics: Mapping[str, float], *, rollout_id: int,
 
     Args:
         config: The resolved configuration.
-        metrics: ``train/*`` of the step.
+        metrics: ``train/*`` of the step, or a critic's ``critic-train/*``.
         rollout_id: Rollout being trained.
         step_id: Optimizer step within it.
 
     Raises:
         TrainerError: An invariant of ``--ci-test`` or a recorded gradient norm is violated.
     """
-    if config.debug.ci_test and rollout_id == 0 and step_id == 0:
+    if config.debug.ci_test and config.role == "actor" and rollout_id == 0 and step_id == 0:
         _check_first_step(config, metrics)
-    _check_grad_norm(config, metrics["train/grad_norm"], rollout_id, step_id)
+    prefix = "critic-train" if config.role == "critic" else "train"
+    _check_grad_norm(config, metrics[f"{prefix}/grad_norm"], rollout_id, step_id)
 
 
 def _check_first_step(config: Config, metrics: Mapping[str, float]) -> None:
@@ -48,7 +48,7 @@ def _check_first_step(config: Config, metrics: Mapping[str, float]) -> None:
 
 def _check_grad_norm(config: Config, norm: float, rollout_id: int, step_id: int) -> None:
     def path(template: str) -> Path:
-        return Path(template.format(role=ROLE, rollout_id=rollout_id, step_id=step_id))
+        return Path(template.format(role=config.role, rollout_id=rollout_id, step_id=step_id))
 
     if config.debug.ci_save_grad_norm:
         target = path(config.debug.ci_save_grad_norm)

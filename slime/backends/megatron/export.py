@@ -21,7 +21,7 @@ from slime.backends.megatron.hf_files import HfWriter, weight_files
 from slime.backends.megatron.parameters import local_tensors, model_family, model_shape, shard_group
 from slime.config import Config
 from slime.errors import CheckpointError
-from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER
+from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER, VALUE_HEAD
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -73,6 +73,8 @@ def load_hf(chunks: Sequence[MegatronModule], config: Config, path: str | Path) 
         for tensor in local_tensors(chunks, family):
             place, op, group = tensor.place, tensor.place.rule.op, shard_group(tensor.place)
             names = place.hf_names
+            if config.role == "critic" and place.name in VALUE_HEAD and names[0] not in checkpoint:
+                continue  # a policy's checkpoint: the head stays as it was made
             if place.name == OUTPUT_LAYER and tied:  # the last pipeline stage's copy of the embedding
                 names = family.place(EMBEDDING).hf_names
             whole = op.to_megatron([checkpoint[name] for name in names], shape)

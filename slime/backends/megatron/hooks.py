@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.corrections import Corrected, Correction, icepop, truncated_importance
+from slime.algorithms.corrections import Corrected, Correction, EngineGap, icepop, truncated_importance
 from slime.backends.megatron.batches import MicroBatch
 from slime.config import ArgsView, Config
 from slime.errors import ConfigError, PluginError
@@ -83,12 +83,12 @@ def _custom_correction(hooks: TrainHooks, micro_batch: MicroBatch, mask: Tensor)
     assert function is not None
     lengths = list(micro_batch.response_lengths)
 
-    def correct(loss: Tensor, trainer_log_probs: Tensor, engine_log_probs: Tensor) -> Corrected:
+    def correct(loss: Tensor, gap: EngineGap) -> Corrected:
         result = function(
             args=hooks.args,
             pg_loss=loss,
-            train_log_probs=list(trainer_log_probs.split(lengths)),
-            rollout_log_probs=list(engine_log_probs.split(lengths)),
+            train_log_probs=list(gap.trainer.split(lengths)),
+            rollout_log_probs=list(gap.engine.split(lengths)),
             loss_masks=list(mask.split(lengths)),
             total_lengths=list(micro_batch.total_lengths),
             response_lengths=lengths,
@@ -157,5 +157,11 @@ def _as_hook(
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
-    corrected = correct(pg_loss, join(train_log_probs), join(rollout_log_probs))
+    gap = EngineGap(
+        trainer=join(train_log_probs),
+        engine=join(rollout_log_probs),
+        mask=join(loss_masks),
+        lengths=[len(mask) for mask in loss_masks],
+    )
+    corrected = correct(pg_loss, gap)
     return corrected.loss, loss_masks, corrected.metrics

@@ -1,6 +1,6 @@
 """The loss of one micro-batch: which one the flags ask for, from scores and columns to sums.
 
-Owns the choice between policy, supervised and custom loss and its inputs. Scaling for Megatron and
+Owns the choice between policy, value, supervised and custom loss and its inputs. Scaling for Megatron and
 reduction over ranks are ``step``'s. Tests hold: the policy loss equals a float64 reference over
 transformers' logits.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms import ALGORITHMS
-from slime.algorithms.losses import sft_loss
+from slime.algorithms.losses import sft_loss, value_loss
 from slime.algorithms.objective import (
     ClipRange,
     Objective,
@@ -75,10 +75,10 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
     columns, algorithm = context.columns, context.config.algorithm
     if columns.advantages is None:
         raise DataError("the policy loss needs advantages; remove --disable-compute-advantages-and-returns")
-    if algorithm.use_tis and columns.rollout_log_probs is None:
-        raise DataError("--use-tis: the samples carry no rollout_log_probs; the generate function must record them")
+    if columns.rollout_log_probs is None and (algorithm.use_tis or context.old_from_engine):
+        flag = "--use-tis" if algorithm.use_tis else "--use-rollout-logprobs"
+        raise DataError(f"{flag}: the samples carry no rollout_log_probs; the generate function must record them")
     reducer = context.reducer(micro_batch)
-    old = columns.rollout_log_probs if context.old_from_engine else columns.old_log_probs
 
     def flat(column: Column | None) -> Tensor | None:
         return None if column is None else micro_batch.flatten(column)
@@ -89,7 +89,7 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
         advantages=micro_batch.flatten(columns.advantages),
         mask=reducer.mask,
         lengths=micro_batch.response_lengths,
-        old_log_probs=flat(old),
+        old_log_probs=flat(columns.old_log_probs),
         rollout_log_probs=flat(columns.rollout_log_probs),
         ref_log_probs=flat(columns.ref_log_probs),
         old_from_engine=context.old_from_engine,
@@ -112,6 +112,22 @@ def supervised_loss(context: LossContext, micro_batch: MicroBatch, scores: Token
     reducer = context.reducer(micro_batch)
     loss = reducer(sft_loss(blank_masked(scores.log_probs, reducer.mask)))
     return Objective(loss=loss, sums={"loss": loss.detach()})
+
+
+def critic_loss(context: LossContext, micro_batch: MicroBatch, values: Tensor) -> Objective:
+    """PPO's clipped value loss of ``[R]`` values."""
+    columns = context.columns
+    assert columns.values is not None, "old values come with the batch"
+    assert columns.returns is not None, "returns come with the batch"
+    reducer = context.reducer(micro_batch)
+    blank = [
+        blank_masked(x, reducer.mask)
+        for x in (values, micro_batch.flatten(columns.values), micro_batch.flatten(columns.returns))
+    ]
+    token_loss, clipped = value_loss(*blank, context.config.algorithm.value_clip)
+    loss = reducer(token_loss)
+    sums = {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": reducer(clipped).detach()}
+    return Objective(loss=loss, sums=sums)
 
 
 def custom_loss(context: LossContext, micro_batch: MicroBatch, logits: Tensor) -> Objective:

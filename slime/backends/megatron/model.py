@@ -33,6 +33,7 @@ from slime.backends.megatron.args import namespace
 from slime.backends.megatron.attention import PackedRow
 from slime.backends.megatron.layers import block_spec
 from slime.backends.megatron.parallel import ParallelState
+from slime.backends.megatron.value_head import ValueHead, give_value_head
 from slime.config import Config
 from slime.errors import ConfigError, PluginError
 from slime.plugins import load_plugin
@@ -44,7 +45,7 @@ PADDED_LOGIT = -1e4
 """Logit of the rows that only pad the vocabulary: no probability, and finite in every dtype."""
 
 Project = Callable[[torch.Tensor], torch.Tensor]
-"""The output layer: hidden states ``[r, H]`` to this rank's part of the logits ``[r, V / tp]``."""
+"""The output layer: hidden states ``[r, H]`` to this rank's part of the logits ``[r, V / tp]``, or to values."""
 Head = Callable[[torch.Tensor, Project], torch.Tensor]
 """What the last stage returns, from hidden states ``[R, H]`` at the chosen positions."""
 
@@ -71,9 +72,9 @@ class PolicyModel(GPTModel):
                 logits in chunks.
 
         Returns:
-            On the last stage logits ``[R, V / tp]`` in the model's dtype, or what ``head`` returned; on
-            other stages hidden states ``[T / cp, 1, H]`` (T further divided by tp under sequence
-            parallelism).
+            On the last stage logits ``[R, V / tp]`` in the model's dtype, a critic's float32 values ``[R, 1]``,
+            or what ``head`` returned; on other stages hidden states ``[T / cp, 1, H]`` (T further divided by
+            tp under sequence parallelism).
         """
         return policy_forward(self, tokens, row, logit_index, head=head)
 
@@ -120,6 +121,8 @@ def _rotary_frequencies(model: GPTModel, row: PackedRow) -> torch.Tensor | None:
 
 
 def _project(model: GPTModel) -> Project:
+    if isinstance(model.output_layer, ValueHead):
+        return model.output_layer
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     real = model.real_vocab_columns
 
@@ -134,7 +137,7 @@ def _project(model: GPTModel) -> Project:
 
 def _set_up_head(model: GPTModel, args: Any, parallel: ParallelState) -> None:
     """Prepare the output layer for gathered rows and for a vocabulary that was padded."""
-    if not model.post_process:
+    if not model.post_process or isinstance(model.output_layer, ValueHead):
         return
     if model.output_layer.sequence_parallel:
         # Its rows are gathered before; it only has to sum their gradient over the ranks.
@@ -159,7 +162,7 @@ def build_model(
     """Build this rank's model chunks (one, or one per interleaved stage). Collective.
 
     Args:
-        config: The resolved configuration.
+        config: The resolved configuration; its role decides whether the model predicts tokens or values.
         parallel: This rank's place.
         pre_wrap: Called with the bare fp32 chunks, e.g. to load weights before they are wrapped.
         wrap_with_ddp: False for a model without gradients, such as the reference.
@@ -181,6 +184,8 @@ def build_model(
         else:
             chunk = _chunk(args, tf_config, first, last, vp_stage)
             _scale_rotary(chunk, config)
+        if config.role == "critic":
+            give_value_head(chunk, seed=config.megatron.seed)
         chunks.append(chunk)
     for chunk in chunks:
         for parameter in chunk.parameters():

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from slime.config import Config
 from slime.errors import ConfigError
 from slime.weights.families import FAMILIES, Family
-from slime.weights.families.family import Place, global_name, local_layer
+from slime.weights.families.family import Place, global_name, local_layer, with_value_head
 from slime.weights.ops import ModelShape
 
 
@@ -41,7 +41,8 @@ def model_family(config: Config) -> Family:
             f"--hf-checkpoint {config.hf.path}: model_type {config.hf.model_type!r} cannot be trained yet; "
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[config.hf.model_type]
+    family = FAMILIES[config.hf.model_type]
+    return with_value_head(family) if config.role == "critic" else family
 
 
 def model_shape(config: Config) -> ModelShape:

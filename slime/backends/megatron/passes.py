@@ -150,6 +150,17 @@ class ModelPasses:
         )
         return self._complete(micro_batch, scores)
 
+    def values(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+        """``[R]`` values of all response tokens from a value model's output ``[U, 1]``.
+
+        A token's value is that of the state in which it is chosen, at the place that predicts it. Values are
+        not scaled by the temperature. Collective over the context-parallel group.
+        """
+        found = output[:, 0].index_select(0, micro_batch.rows)
+        if micro_batch.places is None:
+            return found
+        return complete_over_context(found, micro_batch.places, micro_batch.num_response_tokens, self.parallel.cp_group)
+
     def unpack_fused(self, micro_batch: MicroBatch, output: Tensor, *, with_entropy: bool) -> TokenScores:
         """Scores of all R response tokens from what a head with ``fused_scores`` returned."""
         return self._complete(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron.parallel import ParallelState
 from slime.errors import PluginError
-from slime.types import RolloutBatch
+from slime.types import Float32Array, RolloutBatch
 
 Column = dict[int, Tensor]
 
@@ -34,6 +35,7 @@ class RolloutColumns:
     ref_log_probs: Column | None = None
     entropy: Column | None = None
     kl: Column | None = None
+    values: Column | None = None
     opd_reverse_kl: Column | None = None
     advantages: Column | None = None
     returns: Column | None = None
@@ -53,7 +55,19 @@ class RolloutColumns:
             masks=masks,
             rollout_log_probs=column(batch.rollout_log_probs),
             teacher_log_probs=column(batch.teacher_log_probs),
+            values=column(batch.values),
+            returns=column(batch.returns),
         )
+
+
+def to_rows(column: Column, parallel: ParallelState) -> dict[int, Float32Array]:
+    """A column for the other role: each sample from one rank only, the first of those that hold it.
+
+    Empty on all but the last pipeline stage's first tensor- and context-parallel rank.
+    """
+    if not parallel.is_pp_last or parallel.tp_rank or parallel.cp_rank:
+        return {}
+    return {i: value.detach().float().cpu().numpy() for i, value in column.items()}
 
 
 # Established names of the columns in the dictionary that hooks get.

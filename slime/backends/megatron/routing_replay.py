@@ -219,9 +219,10 @@ class RoutingReplay:
 
 
 def routing_replay(config: Config, chunks: Sequence[Any], parallel: ParallelState) -> RoutingReplay:
-    """The replay that ``--use-routing-replay`` and ``--use-rollout-routing-replay`` ask for."""
+    """The replay that ``--use-routing-replay`` and ``--use-rollout-routing-replay`` ask for; a critic has none."""
     algorithm, megatron = config.algorithm, config.megatron
-    if not algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay:
+    wanted = algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
+    if not wanted or config.role == "critic":
         return RoutingReplay(chunks, parallel)
     return RoutingReplay(
         chunks,

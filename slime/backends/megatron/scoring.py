@@ -137,6 +137,7 @@ def compute_advantages(
                 rewards=[batch.rewards[i] for i in samples],
                 kl=[columns.kl[i] for i in samples],
                 masks=[columns.masks[i] for i in samples],
+                values=None if columns.values is None else [columns.values[i] for i in samples],
                 kl_coef=algorithm.kl_coef,
                 gamma=algorithm.gamma,
                 lambd=algorithm.lambd,

@@ -1,16 +1,15 @@
-"""One optimizer step: backward passes, scaling, metrics, the guarded update.
+"""One optimizer step: backward passes, scaling, the guarded update.
 
 Owns how a sum over local tokens becomes the exact global mean after everything Megatron multiplies
-and divides by, the reduction of metrics over micro-batches and ranks, and the refusal to apply an
-update that is not finite. Tests hold: loss, gradient norm and updated weights do not depend on
-micro-batches, order, data, tensor or context parallelism.
+and divides by, and the refusal to apply an update that is not finite. Tests hold: loss, gradient norm
+and updated weights do not depend on micro-batches, order, data, tensor or context parallelism.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 from torch import Tensor
-from torch import distributed as dist
 
 from slime.algorithms.objective import Objective
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.loss import LossContext, custom_loss, policy_loss, supervised_loss
-from slime.backends.megatron.parallel import ParallelState
+from slime.backends.megatron.loss import LossContext, critic_loss, custom_loss, policy_loss, supervised_loss
+from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
 from slime.backends.megatron.skip_guard import Skip, gradient_skip, loss_skip
@@ -105,7 +103,7 @@ class TrainStep:
         log_probs: Column = {}
         objectives = self._accumulate(context, micro_batches, denominators, log_probs)
         custom = context.config.algorithm.loss_type == "custom_loss"
-        metrics = reduce_objectives(objectives, denominators, self._passes.parallel, names_may_differ=custom)
+        metrics = reduce_objectives(objectives, denominators.of_metrics, self._passes.parallel, names_may_differ=custom)
         skip, grad_norm = self._update(loss_skip(metrics))
         for index, group in enumerate(self.optimizer.param_groups):
             metrics[f"lr-pg_{index}"] = float(group["lr"])
@@ -132,13 +130,16 @@ class TrainStep:
         log_probs: Column,
     ) -> list[Objective]:
         algorithm, passes = context.config.algorithm, self._passes
-        custom = algorithm.loss_type == "custom_loss"
-        fused = context.config.train.recompute_loss_function and not custom
+        critic = context.config.role == "critic"
+        custom = algorithm.loss_type == "custom_loss" and not critic
+        fused = context.config.train.recompute_loss_function and not custom and not critic
         with_entropy = algorithm.loss_type == "policy_loss"
         loss_of = policy_loss if algorithm.loss_type == "policy_loss" else supervised_loss
 
         def finish(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Objective]:
-            if custom:
+            if critic:
+                objective = critic_loss(context, micro_batch, passes.values(micro_batch, output))
+            elif custom:
                 objective = custom_loss(context, micro_batch, output)
             else:
                 if fused:
@@ -148,7 +149,7 @@ class TrainStep:
                 objective = loss_of(context, micro_batch, scores)
                 log_probs.update(micro_batch.unflatten(scores.log_probs.detach()))
             scaled, count = self._scaled(context, micro_batch, objective.loss, denominators, len(micro_batches))
-            return scaled, count, Objective(loss=objective.loss.detach(), sums=objective.sums, maxima=objective.maxima)
+            return scaled, count, replace(objective, loss=objective.loss.detach())
 
         return passes.run(micro_batches, finish, forward_only=False, fused_scores=fused, with_entropy=with_entropy)
 
@@ -218,53 +219,3 @@ class TrainStep:
 def _trained_tokens(context: LossContext, micro_batch: MicroBatch) -> list[float]:
     """Mask sum of each sample, at least 1."""
     return [max(float(context.batch.loss_masks[i].sum()), 1.0) for i in micro_batch.samples]
-
-
-def reduce_objectives(
-    objectives: Sequence[Objective],
-    denominators: Denominators,
-    parallel: ParallelState,
-    *,
-    names_may_differ: bool = False,
-) -> dict[str, float]:
-    """Metrics of one step from the sums of its micro-batches.
-
-    Collective over the data-parallel group of the last pipeline stage, then over the pipeline group;
-    tensor- and context-parallel ranks hold equal values already. With ``names_may_differ`` (a rank of
-    placeholders knows no custom metric) the ranks agree on the names first.
-    """
-    metrics: dict[str, float] = {}
-    if parallel.is_pp_last:
-        sums = [o.sums for o in objectives]
-        names = sorted({name for row in sums for name in row})
-        if names_may_differ and parallel.dp_size > 1:
-            everyone: list[Any] = [None] * parallel.dp_size
-            dist.all_gather_object(everyone, names, group=parallel.dp_group)
-            names = sorted({name for part in everyone for name in part})
-        totals = _combine(sums, names, dist.ReduceOp.SUM, parallel)
-        metrics = {name: value / denominators.of_metrics for name, value in totals.items()}
-        maxima = [o.maxima for o in objectives]
-        names = sorted({name for row in maxima for name in row})
-        metrics |= _combine(maxima, names, dist.ReduceOp.MAX, parallel)
-    if parallel.pp_size > 1:
-        holder: list[Any] = [metrics]
-        source = dist.get_process_group_ranks(parallel.pp_group)[-1]
-        dist.broadcast_object_list(holder, src=source, group=parallel.pp_group)
-        metrics = holder[0]
-    return metrics
-
-
-def _combine(
-    rows: Sequence[dict[str, Tensor]],
-    names: Sequence[str],
-    operation: dist.ReduceOp.RedOpType,
-    parallel: ParallelState,
-) -> dict[str, float]:
-    if not names:
-        return {}
-    zero = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    table = torch.stack([torch.stack([row.get(n, zero).double() for n in names]) for row in rows])
-    values = table.sum(0) if operation == dist.ReduceOp.SUM else table.amax(0)
-    if parallel.dp_size > 1:
-        dist.all_reduce(values, op=operation, group=parallel.dp_group)
-    return dict(zip(names, values.tolist(), strict=True))

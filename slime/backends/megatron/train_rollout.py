@@ -6,59 +6,27 @@ Owns the order of these and what travels between them; the orchestrating ``train
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import distributed as dist
 
-from slime.backends.megatron.batches import MicroBatch, RowSettings, build_micro_batch, packing_lengths
-from slime.backends.megatron.checks import check_step
 from slime.backends.megatron.hooks import TrainHooks
 from slime.backends.megatron.kept_tokens import check_kept_tokens
 from slime.backends.megatron.loss import LossContext
+from slime.backends.megatron.optimizer_steps import run_optimizer_steps
 from slime.backends.megatron.passes import ModelPasses
-from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data
+from slime.backends.megatron.rollout_columns import Column, RolloutColumns, from_hook_data, to_hook_data, to_rows
+from slime.backends.megatron.rollout_plan import RolloutPlan, RolloutPlanner
 from slime.backends.megatron.scoring import PassPlan, compute_advantages, plan_passes, score_rollout
 from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
-from slime.backends.megatron.step import Denominators, TrainStep
+from slime.backends.megatron.step import TrainStep
 from slime.config import Config
-from slime.data.packing import (
-    DPSchedule,
-    Lengths,
-    PackingSettings,
-    StepPlan,
-    build_dp_schedule,
-    repack,
-    sequence_costs,
-)
 from slime.observability.metrics import reduce_metrics
 from slime.observability.timers import Timer
-from slime.types import RolloutBatch
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPlan:
-    """A rollout cut up for this rank.
-
-    Args:
-        schedule: All ranks' shares.
-        samples: This rank's samples in the order in which it meets them.
-        train: Micro-batches of each optimizer step.
-        score: Micro-batches of forward-only passes, over all steps.
-    """
-
-    schedule: DPSchedule
-    samples: list[int]
-    train: list[list[MicroBatch]]
-    score: list[MicroBatch]
+from slime.types import Float32Array, RolloutBatch
 
 
 class RolloutTrainer:
@@ -73,6 +41,9 @@ class RolloutTrainer:
         reference: Weights of the reference policy, if a pass needs them.
         teacher: Weights that on-policy distillation learns from, if the trainer holds them.
         old_actor: Weights that generated the rollout, with ``--keep-old-actor``.
+
+    After ``train`` and ``estimate``, ``returns`` holds the returns of the samples that this rank speaks for
+    (see ``to_rows``).
     """
 
     def __init__(
@@ -96,18 +67,10 @@ class RolloutTrainer:
         self._reference = reference
         self._teacher = teacher
         self._old_actor = old_actor
-        self._packing = _packing_settings(config, passes)
+        self._planner = RolloutPlanner(config, self._parallel)
         self._skips = SkipGuard(config.train.max_skipped_steps)
-        self._share_prompts = shares_prompts(config, self._parallel.cp_size)
-        self._rows = RowSettings.of(
-            self._parallel,
-            share_prompts=self._share_prompts,
-            every_position=config.algorithm.loss_type == "custom_loss",
-            sequence_parallel=config.megatron.sequence_parallel,
-            pad_multiplier=config.data.data_pad_size_multiplier,
-            dtype=_DTYPES[config.train.precision],
-        )
         self.step_metrics: list[dict[str, float]] = []
+        self.returns: dict[int, Float32Array] = {}
 
     def train(self, batch: RolloutBatch) -> dict[str, float]:
         """Train one rollout. Collective over all training ranks.
@@ -116,9 +79,7 @@ class RolloutTrainer:
             ``train/*`` of all steps by their declared reduction and ``rollout/*``.
         """
         with self._timer.context("train"):
-            with self._timer.context("data_preprocess"):
-                plan = self._plan(batch)
-                columns = RolloutColumns.of(batch, plan.samples, self._parallel.device)
+            plan, columns = self._cut(batch)
             pass_plan = plan_passes(self._config, num_steps=len(plan.schedule.steps))
             with self._passes.routing.rollout(batch, plan.samples):
                 self._score(plan, columns, pass_plan)
@@ -130,49 +91,42 @@ class RolloutTrainer:
                     columns=columns,
                     old_from_engine=pass_plan.old_from_engine,
                 )
-                with self._passes.routing.training():
-                    current = self._optimize(context, plan)
+                with self._timer.context("actor_train"), self._passes.routing.training():
+                    self.step_metrics, current = run_optimizer_steps(
+                        context, plan, self._passes, self._step, self._skips
+                    )
             return reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
 
-    def _plan(self, batch: RolloutBatch) -> RolloutPlan:
-        # The whole batch on every rank, so that all of them refuse it.
-        self._passes.routing.check(batch)
-        check_kept_tokens(
-            batch, vocab_size=self._config.megatron.vocab_size, truncated_by=truncating_flags(self._config)
-        )
-        lengths = packing_lengths(batch, share_prompts=self._rows.share_prompts)
-        costs = _sample_costs(self._config, batch.total_lengths) if self._packing.balance == "cost" else None
-        schedule = build_dp_schedule(batch.rollout_ids, lengths, self._packing, costs)
-        if schedule.num_dropped_samples:
-            logger.warning(
-                "rollout %d: %d samples do not fill an optimizer step of --global-batch-size %d and are dropped",
-                batch.rollout_id,
-                schedule.num_dropped_samples,
-                self._packing.global_batch_size,
+    def estimate(self, batch: RolloutBatch) -> dict[str, float]:
+        """What ``train`` does before its first optimizer step, and nothing more. Collective over all training ranks.
+
+        Returns:
+            ``rollout/*`` without what only training knows; ``returns`` is set as by ``train``.
+        """
+        with self._timer.context("train"):
+            plan, columns = self._cut(batch)
+            if self._estimates_depend_on_policy:
+                with self._passes.routing.rollout(batch, plan.samples):
+                    self._score(plan, columns, plan_passes(self._config, num_steps=len(plan.schedule.steps)))
+            self._estimate(batch, plan, columns)
+            self.step_metrics = []
+            return self._rollout_metrics(batch, plan, columns, None)
+
+    @property
+    def _estimates_depend_on_policy(self) -> bool:
+        algorithm, hooks = self._config.algorithm, self._hooks
+        functions = hooks.advantage is not None or hooks.rollout_data_postprocess is not None
+        return algorithm.kl_coef != 0 or algorithm.use_opd or functions
+
+    def _cut(self, batch: RolloutBatch) -> tuple[RolloutPlan, RolloutColumns]:
+        with self._timer.context("data_preprocess"):
+            # The whole batch on every rank, so that all of them refuse it.
+            self._passes.routing.check(batch)
+            check_kept_tokens(
+                batch, vocab_size=self._config.megatron.vocab_size, truncated_by=truncating_flags(self._config)
             )
-        rank = self._parallel.dp_rank
-        train = [self._build(batch, step, rank) for step in schedule.steps]
-        return RolloutPlan(
-            schedule=schedule,
-            samples=schedule.rank_samples(rank),
-            train=train,
-            score=self._scoring_batches(batch, schedule, lengths, train),
-        )
-
-    def _build(self, batch: RolloutBatch, step: StepPlan, rank: int) -> list[MicroBatch]:
-        return [build_micro_batch(batch, s, self._rows, self._parallel) for s in step.micro_batches[rank]]
-
-    def _scoring_batches(
-        self, batch: RolloutBatch, schedule: DPSchedule, lengths: Lengths, train: Sequence[Sequence[MicroBatch]]
-    ) -> list[MicroBatch]:
-        """The training micro-batches again, unless forward-only passes have a token cap of their own."""
-        cap, train_cap = self._config.data.log_probs_max_tokens_per_gpu, self._config.data.max_tokens_per_gpu
-        if self._packing.max_tokens is None or cap is None or cap == train_cap:
-            return [micro_batch for step in train for micro_batch in step]
-        repacked = repack(
-            schedule, lengths, cap * self._parallel.cp_size, micro_batch_group=self._packing.micro_batch_group
-        )
-        return self._build(batch, repacked.steps[0], self._parallel.dp_rank)
+            plan = self._planner.plan(batch)
+            return plan, RolloutColumns.of(batch, plan.samples, self._parallel.device)
 
     def _score(self, plan: RolloutPlan, columns: RolloutColumns, pass_plan: PassPlan) -> None:
         """Forward-only passes; results only on the last pipeline stage."""
@@ -208,36 +162,10 @@ class RolloutTrainer:
             data = to_hook_data(batch, columns, plan.samples)
             self._hooks.rollout_data_postprocess(self._hooks.args, batch.rollout_id, data)
             from_hook_data(data, batch, columns, plan.samples, flag="--rollout-data-postprocess-path")
-
-    def _optimize(self, context: LossContext, plan: RolloutPlan) -> Column:
-        """All optimizer steps; returns the log-probs that each sample had when its step began."""
-        batch, steps = context.batch, plan.schedule.steps
-        self.step_metrics = []
-        current: Column = {}
-        if self._config.algorithm.reset_optimizer_states:
-            self._step.reset_states()
-        with self._timer.context("actor_train"):
-            for step_id, (step, micro_batches) in enumerate(zip(steps, plan.train, strict=True)):
-                if self._hooks.before_train_step:
-                    self._hooks.before_train_step(
-                        self._hooks.args,
-                        batch.rollout_id,
-                        step_id,
-                        self._passes.chunks,
-                        self._step.optimizer,
-                        self._step.scheduler,
-                    )
-                result = self._step.run(context, micro_batches, _denominators(self._config, batch, step))
-                current |= result.log_probs
-                metrics = {f"train/{name}": value for name, value in result.metrics.items()}
-                metrics["train/step"] = float(batch.rollout_id * len(steps) + step_id)
-                check_step(self._config, metrics, rollout_id=batch.rollout_id, step_id=step_id)
-                self.step_metrics.append(metrics)
-                self._skips.note(result.skip, rollout_id=batch.rollout_id, step_id=step_id)
-        return current
+        self.returns = {} if columns.returns is None else to_rows(columns.returns, self._parallel)
 
     def _rollout_metrics(
-        self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column
+        self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column | None
     ) -> dict[str, float]:
         """Per-rollout means of token columns over all ranks."""
         means: dict[str, float] = {}
@@ -249,6 +177,7 @@ class RolloutTrainer:
                 "teacher_log_probs": columns.teacher_log_probs,
                 "opd_reverse_kl": columns.opd_reverse_kl,
                 "entropy": columns.entropy,
+                "values": columns.values,
                 "advantages": columns.advantages,
                 "returns": columns.returns,
             }
@@ -273,8 +202,7 @@ class RolloutTrainer:
                 sums[k] += values.sum() / max(batch.rollout_mask_sums[i], 1.0)
         if self._parallel.dp_size > 1:
             dist.all_reduce(sums, group=self._parallel.dp_group)
-        num_rollouts = sum(step.num_rollouts for step in plan.schedule.steps)
-        return dict(zip(names, (sums / num_rollouts).tolist(), strict=True))
+        return dict(zip(names, (sums / plan.num_rollouts).tolist(), strict=True))
 
 
 def truncating_flags(config: Config) -> str | None:
@@ -285,43 +213,3 @@ def truncating_flags(config: Config) -> str | None:
     flags = [f"--rollout-top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p != 1 else []
     flags += [f"--rollout-top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k != -1 else []
     return " ".join(flags) or None
-
-
-def shares_prompts(config: Config, cp_size: int) -> bool:
-    """``--share-prompt-prefix``; unset, prompts are shared where a row is not split over ranks."""
-    chosen = config.train.share_prompt_prefix
-    return cp_size == 1 if chosen is None else chosen
-
-
-def _packing_settings(config: Config, passes: ModelPasses) -> PackingSettings:
-    data, parallel = config.data, passes.parallel
-    samples = data.rollout_batch_size * data.n_samples_per_prompt
-    dynamic = data.max_tokens_per_gpu if data.use_dynamic_batch_size else None
-    group = config.megatron.get("microbatch_group_size_per_vp_stage") or parallel.pp_size
-    return PackingSettings(
-        global_batch_size=data.global_batch_size or samples // config.num_steps_per_rollout,
-        dp_size=parallel.dp_size,
-        micro_batch_size=data.micro_batch_size,
-        max_tokens=None if dynamic is None else dynamic * parallel.cp_size,
-        micro_batch_group=group if parallel.vpp_size > 1 else 1,
-        balance="cost" if data.balance_by_flops else "tokens" if data.balance_data else "none",
-    )
-
-
-def _sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
-    """Forward FLOPs of each sample: matrix products per token, and scores and values per attended pair."""
-    megatron = config.megatron
-    heads = megatron.num_attention_heads * megatron.kv_channels
-    key_values = megatron.num_query_groups * megatron.kv_channels
-    gates = 3 if megatron.get("swiglu", False) else 2
-    per_layer = megatron.hidden_size * (2 * heads + 2 * key_values + gates * megatron.ffn_hidden_size)
-    per_token = 2.0 * megatron.num_layers * per_layer
-    return sequence_costs(lengths, per_token=per_token, per_token_pair=4.0 * megatron.num_layers * heads)
-
-
-def _denominators(config: Config, batch: RolloutBatch, step: StepPlan) -> Denominators:
-    return Denominators(
-        num_rollouts=step.num_rollouts,
-        num_tokens=sum(max(int(batch.loss_masks[i].sum()), 1) for i in step.samples),
-        per_token=config.algorithm.calculate_per_token_loss,
-    )

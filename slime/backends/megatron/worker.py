@@ -30,9 +30,10 @@ from slime.backends.megatron.snapshots import WeightSnapshot  # noqa: E402
 from slime.backends.megatron.step import TrainStep  # noqa: E402
 from slime.backends.megatron.train_rollout import RolloutTrainer  # noqa: E402
 from slime.config import Config  # noqa: E402
+from slime.data.columns import with_rows  # noqa: E402
 from slime.errors import ConfigError  # noqa: E402
 from slime.observability.timers import Timer  # noqa: E402
-from slime.types import RolloutBatch  # noqa: E402
+from slime.types import Float32Array, RolloutBatch  # noqa: E402
 from slime.weights.transport import TensorTransport  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class MegatronWorker:
         self._place = {"rank": rank, "world_size": world_size, "master_addr": master_addr, "master_port": master_port}
         self._timer = Timer()
         self._has_engines = False
+        self._weights_changed = True  # since the last update_weights; loaded weights are news to an engine
         self._transport: TensorTransport | None = None
         self._closed = False
         if num_threads is not None:
@@ -100,23 +102,40 @@ class MegatronWorker:
             return config.checkpoint.start_rollout_id
         return start.iteration + 1 if start.resume and start.iteration is not None else 0
 
-    def train(self, batch: RolloutBatch) -> dict[str, float]:
+    def train(self, batch: RolloutBatch, values: dict[int, Float32Array] | None = None) -> dict[str, float]:
         """Train one rollout: score, estimate advantages, all optimizer steps.
 
         Args:
             batch: The whole rollout; every rank gets the same and takes its share.
+            values: A critic's values, sample by sample.
 
         Returns:
             ``train/*`` of all optimizer steps together, ``rollout/*`` and ``perf/*``; equal on every rank
             except ``perf/*``, which is this rank's.
         """
-        metrics = self._trainer.train(batch)
+        metrics = self._trainer.train(_with_values(batch, values))
+        self._weights_changed = True
         interval = self.config.algorithm.ref_update_interval
         if self._reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
             self._reference.update(self.chunks)
         metrics |= self._timer.perf_metrics()
         self._timer.reset()
         return metrics
+
+    def estimate(self, batch: RolloutBatch, values: dict[int, Float32Array]) -> dict[str, float]:
+        """Find the returns of a rollout that only the critic is trained on; the weights stay.
+
+        Returns:
+            ``rollout/*`` and ``perf/*``.
+        """
+        metrics = self._trainer.estimate(_with_values(batch, values)) | self._timer.perf_metrics()
+        self._timer.reset()
+        return metrics
+
+    @property
+    def returns(self) -> dict[int, Float32Array]:
+        """Returns of the last rollout, sample by sample; each sample from one rank only. Not collective."""
+        return self._trainer.returns
 
     @property
     def step_metrics(self) -> list[dict[str, float]]:
@@ -155,13 +174,15 @@ class MegatronWorker:
     def update_weights(self) -> dict[str, float]:
         """Bring every connected engine to this model's weights, checked by checksum.
 
+        The version goes up unless nothing was trained since the last call (``--num-critic-only-steps``).
+
         Returns:
             ``perf/update_weights_*``; on rank 0 only.
 
         Raises:
             WeightSyncError: An engine holds something else afterwards.
         """
-        version = self.weight_version + 1
+        version = self.weight_version + self._weights_changed
         metrics: dict[str, float] = {}
         if self._has_engines:
             buckets = iter_hf_buckets(self.chunks, self.config, self.config.weights.update_weight_buffer_size)
@@ -173,7 +194,9 @@ class MegatronWorker:
                 metrics["perf/update_weights_time"] = report.seconds
                 metrics["perf/update_weights_wire_bytes"] = float(report.bytes)
         self.weight_version = version
-        self._rotate_old_actor()
+        if self._weights_changed:
+            self._rotate_old_actor()
+        self._weights_changed = False
         return metrics
 
     def sleep(self) -> None:
@@ -211,7 +234,7 @@ class MegatronWorker:
         load_weights(Trainable(self.chunks), self.config, self.parallel, point)
         return WeightSnapshot(self.chunks)
 
-    def _build_trainer(self) -> RolloutTrainer:
+    def _build_step(self) -> tuple[ModelPasses, TrainStep]:
         config = self.config
         settings = ScoreSettings(
             vocab_size=config.megatron.vocab_size,
@@ -222,12 +245,15 @@ class MegatronWorker:
         )
         passes = ModelPasses(self.chunks, self.parallel, settings, routing_replay(config, self.chunks, self.parallel))
         passes.on_progress = self.on_progress
-        if config.rollout.keep_old_actor:
+        return passes, TrainStep(passes, self._trainable.optimizer, self._trainable.scheduler)
+
+    def _build_trainer(self) -> RolloutTrainer:
+        passes, step = self._build_step()
+        if self.config.rollout.keep_old_actor:
             self._old_actor = WeightSnapshot(self.chunks)
             self._rollout_actor = self._old_actor.clone()
-        step = TrainStep(passes, self._trainable.optimizer, self._trainable.scheduler)
         return RolloutTrainer(
-            config,
+            self.config,
             passes,
             step,
             self.hooks,
@@ -246,3 +272,7 @@ class MegatronWorker:
             self._rollout_actor.update(self.chunks)
         else:
             self._old_actor.update(self.chunks)
+
+
+def _with_values(batch: RolloutBatch, values: dict[int, Float32Array] | None) -> RolloutBatch:
+    return batch if values is None else with_rows(batch, values=values)

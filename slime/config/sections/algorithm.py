@@ -10,6 +10,9 @@ from slime.config.flags import Section, flag
 WHITENED_ESTIMATORS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 """Estimators that are only sound with ``--normalize-advantages``."""
 
+CRITIC_ESTIMATORS = frozenset({"ppo"})
+"""Estimators that need values of a critic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig(Section):
@@ -17,7 +20,10 @@ class AlgorithmConfig(Section):
 
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-    ] = flag("grpo", doc="How advantages are estimated. The two REINFORCE++ forms need --normalize-advantages.")
+    ] = flag(
+        "grpo",
+        doc="How advantages are estimated. The two REINFORCE++ forms need --normalize-advantages; ppo trains a critic.",
+    )
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", doc="Which loss is trained.")
     custom_loss_function_path: str | None = flag(
         None, doc="Loss (args, batch, logits, sum_of_sample_mean) -> (loss, metrics) for --loss-type custom_loss."
@@ -36,7 +42,11 @@ class AlgorithmConfig(Section):
     )
     eps_clip_high: float | None = flag(None, at_least=0, doc="Upper clip range of the ratio. Default: --eps-clip.")
     eps_clip_c: float | None = flag(None, above=1, doc="Dual clip for negative advantages.")
-    value_clip: float = flag(0.2, at_least=0, doc="Clip range of the value loss.")
+    value_clip: float = flag(
+        0.2,
+        at_least=0,
+        doc="How far a value may usefully move from its old value in one rollout (PPO's clipped value loss).",
+    )
     kl_coef: float = flag(0.0, doc="KL to the reference inside the reward or advantage; excludes --kl-loss-coef.")
     use_kl_loss: bool = flag(
         False, doc="KL to the reference in the loss. Without --ref-load the reference is --hf-checkpoint."
@@ -87,7 +97,9 @@ class AlgorithmConfig(Section):
     )
     use_opsm: bool = flag(False, doc="Mask off-policy sequences with negative advantage.")
     opsm_delta: float = flag(1e-4, doc="Threshold of --use-opsm on the sequence's mean log-ratio.")
-    num_critic_only_steps: int = flag(0, at_least=0, doc="First rollouts that train only the critic.")
+    num_critic_only_steps: int = flag(
+        0, at_least=0, doc="First rollouts that train only the critic; the actor and its weight version stay."
+    )
     use_opd: bool = flag(
         False, doc="On-policy distillation: advantages follow a teacher's log-probs of the student's tokens."
     )

@@ -72,7 +72,9 @@ class TrainConfig(Section):
         doc="Rows of the embedding; computed from the vocabulary, --make-vocab-size-divisible-by and the "
         "tensor-parallel size when unset.",
     )
-    megatron_config_path: str | None = flag(None, metavar="YAML", doc="Overrides per role (actor, critic).")
+    megatron_config_path: str | None = flag(
+        None, metavar="YAML", doc="Flags with other values for one role (actor, critic); see docs/ppo.md."
+    )
     megatron_deepgemm_forward_layers: tuple[int, ...] | None = flag(
         None, doc="Layers whose dense forward uses the engine's kernels."
     )

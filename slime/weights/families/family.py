@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from slime.weights.ops import Rule
+from slime.weights.ops import Rename, Rule
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)(\.)")
 OUTPUT_LAYER = "output_layer.weight"
+VALUE_HEAD = (OUTPUT_LAYER, "output_layer.bias")
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -64,6 +65,13 @@ class Family:
             if rule.megatron == wanted:
                 return Place(rule=rule, layer=_number(layer), expert=_number(expert))
         raise KeyError(f"unknown parameter name {megatron_name!r}: {self.model_type} has no weight rule for it")
+
+
+def with_value_head(family: Family) -> Family:
+    """The family's value models: the head is that of a Hugging Face classifier with one label."""
+    trunk = tuple(rule for rule in family.rules if rule.megatron != OUTPUT_LAYER)
+    head = tuple(Rule(name, (f"score.{name.rpartition('.')[2]}",), Rename()) for name in VALUE_HEAD)
+    return replace(family, rules=(*trunk, *head))
 
 
 def _number(match: re.Match[str] | None) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms import ALGORITHMS
-from slime.algorithms.corrections import icepop, truncated_importance
+from slime.algorithms.corrections import Corrected, EngineGap, icepop, truncated_importance
 from slime.algorithms.objective import ClipRange, Objective, ObjectiveSettings, PolicyInputs, policy_objective
 from slime.algorithms.reduction import TokenReducer
 
@@ -114,6 +114,10 @@ def test_sums_do_not_depend_on_the_split(name: str, split: tuple[tuple[int, ...]
         assert sum(p.sums[key].item() for p in pieces) == pytest.approx(value.item(), abs=1e-5), key
     for key, value in whole.maxima.items():
         assert max(p.maxima[key].item() for p in pieces) == value.item()
+    for key, value in whole.minima.items():
+        assert min(p.minima[key].item() for p in pieces) == value.item()
+    for key, value in whole.histograms.items():
+        assert torch.equal(torch.stack([p.histograms[key] for p in pieces]).sum(0), value)
     (want,) = torch.autograd.grad(whole.loss, x.log_probs)
     (got,) = torch.autograd.grad(torch.stack([p.loss for p in pieces]).sum(), x.log_probs)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
@@ -134,7 +138,10 @@ def test_poison_behind_the_mask_changes_nothing(name: str, poison: float) -> Non
     dirty = run(replace(x, **bad), name, settings)
     (got,) = torch.autograd.grad(dirty.loss, bad["log_probs"])
     assert torch.equal(got, want)
-    assert {k: v.item() for k, v in dirty.sums.items()} == {k: v.item() for k, v in clean.sums.items()}
+    for kind in ("sums", "maxima", "minima"):
+        got_kind, want_kind = getattr(dirty, kind), getattr(clean, kind)
+        assert {k: v.item() for k, v in got_kind.items()} == {k: v.item() for k, v in want_kind.items()}
+    assert all(torch.equal(v, clean.histograms[k]) for k, v in dirty.histograms.items())
 
 
 @pytest.mark.parametrize("name", ["grpo", "cispo"])
@@ -147,32 +154,35 @@ def test_without_old_log_probs_the_current_ones_serve(name: str) -> None:
     assert torch.equal(*(torch.autograd.grad(o.loss, x.log_probs)[0] for o in (one, two)))
 
 
-def test_engine_difference_compares_the_trainer_also_when_old_is_the_engine() -> None:
+@pytest.mark.parametrize("scored", [True, False])
+def test_with_the_engine_as_old_policy_the_trainer_is_still_compared_with_it(scored: bool) -> None:
     x = example()
     assert x.rollout_log_probs is not None
-    engine = replace(x, old_log_probs=x.rollout_log_probs, old_from_engine=True)
-    got = run(engine)
-    difference = (x.log_probs.detach() - x.rollout_log_probs).abs() * x.mask
+    old = x.old_log_probs if scored else None
+    got = run(replace(x, old_log_probs=old, old_from_engine=True))
+    trainer = x.log_probs.detach() if old is None else old
+    difference = (trainer - x.rollout_log_probs).abs() * x.mask
     assert got.maxima["train_rollout_logprob_abs_diff_max"].item() == pytest.approx(difference.max().item())
-    assert got.sums["train_rollout_logprob_abs_diff"].item() > 0
+    want = run(replace(x, old_log_probs=x.rollout_log_probs))
+    assert got.loss.item() == want.loss.item()
+    assert got.sums["ppo_kl"].item() == want.sums["ppo_kl"].item()
 
 
 def test_rejected_tokens_leave_the_numerator_only() -> None:
     x = example()
 
-    def reject(loss: Tensor, trainer: Tensor, engine: Tensor) -> object:
-        from slime.algorithms.corrections import Corrected
-
-        kept = x.mask.clone()
+    def reject(loss: Tensor, gap: EngineGap) -> Corrected:
+        kept = gap.mask.clone()
         kept[:4] = 0
         return Corrected(loss=loss, mask=kept, metrics={"rejected": (kept != x.mask).float()})
 
-    settings = replace(SETTINGS, entropy_coef=0.0, kl_loss_coef=None, correction=reject)  # type: ignore[arg-type]
+    settings = replace(SETTINGS, entropy_coef=0.0, kl_loss_coef=None, correction=reject)
     got = run(x, "grpo", settings)
     rest = replace(x, advantages=torch.cat([torch.zeros(4), x.advantages[4:]]))
     want = run(rest, "grpo", replace(settings, correction=None))
     assert got.loss.item() == pytest.approx(want.loss.item(), abs=1e-6)
     assert got.sums["rejected"].item() == pytest.approx(x.mask[:4].sum().item() / mask_sums(x.mask)[0])
+    assert got.sums["rejected_frac"].item() == pytest.approx(got.sums["rejected"].item())
 
 
 def test_custom_reducer_serves_the_policy_term_only() -> None:

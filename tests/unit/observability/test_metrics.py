@@ -111,6 +111,7 @@ def test_batch_metrics_are_plain_means_and_masked_log_probs():
     assert metrics["rollout/mixed_weight_versions"] == 0.5
     assert metrics["rollout/truncated"] == 0.5
     assert metrics["rollout/rollout_log_probs"] == pytest.approx(-1.5)
+    assert metrics["rollout/masked_frac"] == pytest.approx(1 / 5)
 
 
 def test_reductions_follow_the_declared_kind():
@@ -126,6 +127,10 @@ def test_reductions_follow_the_declared_kind():
     }
     assert reduction_of("rollout/zero_std/count_1.0") is Reduction.SUM
     assert reduction_of("rollout/dynamic_filter/drop_zero_std_0.0") is Reduction.SUM
+    assert reduction_of("train/train_rollout_logprob_abs_diff_p99") is Reduction.MAX
+    assert reduction_of("train/ratio_max") is Reduction.MAX
+    assert reduction_of("train/ratio_min") is Reduction.MIN
+    assert reduction_of("train/train_rollout_kl_k3") is Reduction.MEAN
 
 
 def test_unrewarded_samples_give_nan_not_a_crash():
