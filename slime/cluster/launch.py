@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from slime.cluster.engines import EngineGroup
+from slime.cluster.logprob_facts import logprob_facts
 from slime.cluster.placement import Placement
 from slime.cluster.progress import shown
 from slime.cluster.ray_session import guarded_processes, ray_session
@@ -26,6 +28,7 @@ from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
 from slime.errors import SlimeError
 from slime.observability.display import open_display
+from slime.observability.logprob_monitor import LogprobMonitor
 from slime.observability.report import Reporter
 from slime.observability.tracking import init_tracking
 
@@ -104,8 +107,11 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
         num_rollout=num_rollout,
         first_step=first_step,
         train_steps_per_rollout=config.num_steps_per_rollout if config.logging.wandb_always_use_train_step else None,
-        max_logprob_diff=config.algorithm.max_logprob_diff,
-        stop_on_logprob_diff=config.algorithm.max_logprob_diff_action == "stop",
+        logprob_monitor=LogprobMonitor(
+            config.algorithm.max_logprob_diff,
+            stop=config.algorithm.max_logprob_diff_action == "stop",
+            facts=partial(logprob_facts, config, engines.urls if engines is not None else ()),
+        ),
     )
     stack.callback(reporter.close)
     stack.enter_context(shown(rollout.actor, open_display()))

@@ -140,6 +140,17 @@ def compute_sample_metrics(samples: Sequence[Sample], options: RolloutMetricOpti
     return metrics
 
 
+def prompt_mismatch(samples: Sequence[Sample]) -> float | None:
+    """Share of samples whose prompt had another number of tokens in the engine than it has in training.
+
+    Only samples of a single completion say; None if there are none.
+    """
+    told = [s for s in samples if len(s.weight_versions) == 1 and s.prefix_cache_info.total_prompt_tokens]
+    if not told:
+        return None
+    return sum(s.prefix_cache_info.total_prompt_tokens != len(s.tokens) - s.response_length for s in told) / len(told)
+
+
 def compute_rollout_metrics(
     groups: SampleGroups, options: RolloutMetricOptions, rollout_seconds: float | None = None
 ) -> dict[str, float]:
@@ -161,6 +172,9 @@ def compute_rollout_metrics(
         metrics.update(pass_rate_metrics(rewards, "passrate/"))
     if options.log_multi_turn:
         metrics.update(_multi_turn_metrics(samples, options.max_response_len))
+    mismatch = prompt_mismatch(samples)
+    if mismatch is not None:
+        metrics["rollout/prompt_mismatch"] = mismatch
     if rollout_seconds is not None:
         metrics.update(compute_perf_metrics(samples, rollout_seconds, options.num_gpus))
     return metrics
@@ -218,6 +232,28 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         if means:
             metrics["rollout/rollout_log_probs"] = statistics.fmean(means)
     return metrics
+
+
+def compute_staleness(versions: Sequence[Sequence[str]], newest: int) -> dict[str, float]:
+    """How old the weights were that generated a rollout.
+
+    Args:
+        versions: Per sample the weight versions of its tokens; none where nobody recorded them.
+        newest: Version that the engines were given last; 0 before the first.
+
+    Returns:
+        ``rollout/weight_version/behind``, mean number of versions by which a sample's oldest token lags, and
+        ``rollout/weight_version/stale_share``, samples with such a token. A name that is no number is the
+        engine's own for weights that it loaded itself, which is version 0.
+    """
+    oldest = [min(int(v) if v.isdigit() else 0 for v in row) for row in versions if row]
+    if not newest or not oldest:
+        return {}
+    behind = [max(newest - version, 0) for version in oldest]
+    return {
+        "rollout/weight_version/behind": statistics.fmean(behind),
+        "rollout/weight_version/stale_share": sum(b > 0 for b in behind) / len(behind),
+    }
 
 
 def pass_rate_metrics(rewards: Sequence[Sequence[float]], prefix: str) -> dict[str, float]:

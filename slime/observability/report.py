@@ -14,19 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime.errors import TrainerError
+from slime.observability.logprob_monitor import DIFF_KEY, LogprobMonitor
 from slime.observability.tracking import Tracking
 
 logger = logging.getLogger(__name__)
-
-_DIFF_KEY = "train/train_rollout_logprob_abs_diff"
 
 # Label, metric keys (the first present one is shown), format.
 _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward",), ".3f"),
     ("length", ("rollout/response_len/mean", "rollout/response_lengths"), ".1f"),
     ("truncated", ("rollout/truncated_ratio", "rollout/truncated"), ".0%"),
-    ("logprob diff", (_DIFF_KEY,), ".1e"),
+    ("logprob diff", (DIFF_KEY,), ".1e"),
     ("loss", ("train/loss",), ".4f"),
     ("grad norm", ("train/grad_norm",), ".3f"),
     ("rollout", ("perf/rollout_time",), ".2fs"),
@@ -46,8 +44,7 @@ class Reporter:
         num_rollout: int,
         first_step: int = 0,
         train_steps_per_rollout: int | None = None,
-        max_logprob_diff: float | None = None,
-        stop_on_logprob_diff: bool = False,
+        logprob_monitor: LogprobMonitor | None = None,
         progress: bool | None = None,
         stream: TextIO | None = None,
     ) -> None:
@@ -59,8 +56,7 @@ class Reporter:
             first_step: Where this run starts.
             train_steps_per_rollout: Put rollout and evaluation metrics at the number of optimizer
                 steps instead of the number of rollouts.
-            max_logprob_diff: Bound on the mean absolute trainer/engine log-prob difference.
-            stop_on_logprob_diff: Raise instead of warn when the bound is passed.
+            logprob_monitor: Watches the trainer/engine log-prob difference; None watches nothing.
             progress: Draw a bar; None draws it on a terminal only.
             stream: Where the bar is drawn; standard error when None.
         """
@@ -70,8 +66,7 @@ class Reporter:
         self.rewards: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.generated_ahead = False  # rollouts may be older than the weights that are trained
-        self._max_logprob_diff = max_logprob_diff
-        self._stop_on_logprob_diff = stop_on_logprob_diff
+        self._logprob_monitor = logprob_monitor
         self._steps: dict[int, dict[str, float]] = {}
         self._optimizer_steps: dict[int, list[dict[str, float]]] = {}
         bar_stream: TextIO = stream or sys.stderr
@@ -124,7 +119,8 @@ class Reporter:
         logger.info("%s", format_step(step, self.num_rollout, metrics))
         if self._bar is not None:
             self._bar.update(1)
-        self._check_logprob_diff(step, metrics)
+        if self._logprob_monitor is not None:
+            self._logprob_monitor.check(step, metrics, generated_ahead=self.generated_ahead)
         return metrics
 
     def evaluation(self, step: int, metrics: Mapping[str, float], *, before_training: bool = False) -> None:
@@ -180,28 +176,11 @@ class Reporter:
             self._bar = None
         self.tracking.close()
 
-    def _check_logprob_diff(self, step: int, metrics: Mapping[str, float]) -> None:
-        difference = metrics.get(_DIFF_KEY)
-        if self._max_logprob_diff is None or difference is None or difference <= self._max_logprob_diff:
-            return
-        message = (
-            f"rollout {step}: trainer and engine log-probs differ by {difference:.3g} on average, above "
-            f"--max-logprob-diff {self._max_logprob_diff:g}. The engine does not compute what the trainer trains: "
-            "check precision, weight sync and model flags, or raise the bound"
-        )
-        if self.generated_ahead:
-            message += (
-                ". Rollouts are generated ahead of training here, so the difference includes what training changed "
-                "in between; lower --async-buffer-size or --update-weights-interval to see it without"
-            )
-        if self._stop_on_logprob_diff:
-            raise TrainerError(message)
-        logger.warning("%s", message)
-
 
 # Label, metric key; what the line names only when it happened.
 _INCIDENTS = (
     ("UPDATES SKIPPED (not finite)", "train/skipped_steps_count"),
+    ("CRITIC UPDATES SKIPPED (not finite)", "critic-train/skipped_steps_count"),
     ("SAMPLES LEFT OUT (not finite)", "rollout/not_finite_samples_count"),
 )
 

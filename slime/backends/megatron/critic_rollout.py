@@ -69,7 +69,7 @@ class CriticTrainer:
                 columns = RolloutColumns.of(batch, plan.samples, self._parallel.device)
             fit = self._explained_variance(plan, columns)
             context = LossContext(config=self._config, hooks=self._hooks, batch=batch, columns=columns)
-            rows, _ = run_optimizer_steps(context, plan, self._passes, self._step, self._skips)
+            rows, _, _ = run_optimizer_steps(context, plan, self._passes, self._step, self._skips)
             self.step_metrics = [row | fit for row in rows]
             return reduce_metrics(self.step_metrics)
 

@@ -16,17 +16,18 @@ from slime.backends.megatron.step import TrainStep
 
 def run_optimizer_steps(
     context: LossContext, plan: RolloutPlan, passes: ModelPasses, step: TrainStep, skips: SkipGuard
-) -> tuple[list[dict[str, float]], Column]:
+) -> tuple[list[dict[str, float]], Column, Column]:
     """Train every step of the plan. Collective over all training ranks.
 
     Returns:
-        ``train/*`` of each step (``critic-train/*`` for a critic), and the log-probs that each sample had
-        when its step began (none for a critic).
+        ``train/*`` of each step (``critic-train/*`` for a critic), and the log-probs and entropies that each
+        sample had when its step began (none for a critic).
     """
     config, hooks, batch, steps = context.config, context.hooks, context.batch, plan.schedule.steps
     prefix = "critic-train" if config.role == "critic" else "train"
     rows: list[dict[str, float]] = []
     current: Column = {}
+    entropy: Column = {}
     if config.algorithm.reset_optimizer_states:
         step.reset_states()
     for step_id, (planned, micro_batches) in enumerate(zip(steps, plan.train, strict=True)):
@@ -36,9 +37,10 @@ def run_optimizer_steps(
             )
         result = step.run(context, micro_batches, denominators(config, batch, planned))
         current |= result.log_probs
+        entropy |= result.entropy
         metrics = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
         metrics[f"{prefix}/step"] = float(batch.rollout_id * len(steps) + step_id)
         check_step(config, metrics, rollout_id=batch.rollout_id, step_id=step_id)
         rows.append(metrics)
         skips.note(result.skip, rollout_id=batch.rollout_id, step_id=step_id)
-    return rows, current
+    return rows, current, entropy

@@ -135,17 +135,24 @@ class RoutingReplay:
             check_routes(batch, self._shape)
 
     @contextlib.contextmanager
-    def rollout(self, batch: RolloutBatch, samples: Sequence[int]) -> Iterator[None]:
-        """Hold the routes of a rollout's samples on this rank, and free them afterwards."""
+    def rollout(self) -> Iterator[None]:
+        """Around the training of one rollout: frees its routes."""
+        try:
+            yield
+        finally:
+            self._table = None
+
+    def take(self, batch: RolloutBatch, samples: Sequence[int]) -> None:
+        """Make room for the routes of this rank's samples, and fill in what the engine found.
+
+        Raises:
+            DataError: The engine's experts are none of this model's.
+        """
         if self._source is not None:
             assert self._shape is not None
             self._table = RouteTable(batch.total_lengths, samples, self.layers, self._shape)
             if self._source == "engine":
                 self._table.take(batch)
-        try:
-            yield
-        finally:
-            self._table = None
 
     @contextlib.contextmanager
     def old_pass(self) -> Iterator[None]:

@@ -55,11 +55,13 @@ class StepResult:
         metrics: Without prefix; on every rank.
         skip: Why the update was not applied; None if it was.
         log_probs: Log-probs of this rank's response tokens before the update, on the last stage.
+        entropy: Their entropies, where the loss needed them.
     """
 
     metrics: dict[str, float]
     skip: Skip | None
     log_probs: Column = field(default_factory=dict)
+    entropy: Column = field(default_factory=dict)
 
 
 def prepare_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -101,7 +103,8 @@ class TrainStep:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         log_probs: Column = {}
-        objectives = self._accumulate(context, micro_batches, denominators, log_probs)
+        entropy: Column = {}
+        objectives = self._accumulate(context, micro_batches, denominators, log_probs, entropy)
         custom = context.config.algorithm.loss_type == "custom_loss"
         metrics = reduce_objectives(objectives, denominators.of_metrics, self._passes.parallel, names_may_differ=custom)
         skip, grad_norm = self._update(loss_skip(metrics))
@@ -112,12 +115,15 @@ class TrainStep:
         metrics["skipped_steps_count"] = float(skip is not None)
         if skip is None:
             self.scheduler.step(increment=denominators.num_rollouts)
-        return StepResult(metrics=metrics, skip=skip, log_probs=log_probs)
+        return StepResult(metrics=metrics, skip=skip, log_probs=log_probs, entropy=entropy)
 
     def reset_states(self) -> None:
         """Forget the moments of every parameter, as if the optimizer were new."""
-        for part in self._parts:
-            for state in part.optimizer.state.values():
+        trained = [
+            part.optimizer for part in self._parts if part.optimizer is not None
+        ]  # None: no expert on this stage
+        for optimizer in trained:
+            for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
                         value.zero_()
@@ -128,6 +134,7 @@ class TrainStep:
         micro_batches: Sequence[MicroBatch],
         denominators: Denominators,
         log_probs: Column,
+        entropy: Column,
     ) -> list[Objective]:
         algorithm, passes = context.config.algorithm, self._passes
         critic = context.config.role == "critic"
@@ -148,6 +155,8 @@ class TrainStep:
                     scores = passes.score(micro_batch, output, with_entropy=with_entropy, reuse_logits=True)
                 objective = loss_of(context, micro_batch, scores)
                 log_probs.update(micro_batch.unflatten(scores.log_probs.detach()))
+                if scores.entropy is not None:
+                    entropy.update(micro_batch.unflatten(scores.entropy.detach()))
             scaled, count = self._scaled(context, micro_batch, objective.loss, denominators, len(micro_batches))
             return scaled, count, replace(objective, loss=objective.loss.detach())
 

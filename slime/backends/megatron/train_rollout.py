@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 from slime.backends.megatron.hooks import TrainHooks
 from slime.backends.megatron.kept_tokens import check_kept_tokens
+from slime.backends.megatron.logprob_evidence import difference_pattern
 from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.optimizer_steps import run_optimizer_steps
 from slime.backends.megatron.passes import ModelPasses
@@ -24,6 +25,7 @@ from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.step import TrainStep
 from slime.config import Config
+from slime.observability.logprob_monitor import DIFF_KEY, exceeds
 from slime.observability.metrics import reduce_metrics
 from slime.observability.timers import Timer
 from slime.types import Float32Array, RolloutBatch
@@ -78,24 +80,26 @@ class RolloutTrainer:
         Returns:
             ``train/*`` of all steps by their declared reduction and ``rollout/*``.
         """
-        with self._timer.context("train"):
+        with self._timer.context("train"), self._passes.routing.rollout():
             plan, columns = self._cut(batch)
             pass_plan = plan_passes(self._config, num_steps=len(plan.schedule.steps))
-            with self._passes.routing.rollout(batch, plan.samples):
-                self._score(plan, columns, pass_plan)
-                self._estimate(batch, plan, columns)
-                context = LossContext(
-                    config=self._config,
-                    hooks=self._hooks,
-                    batch=batch,
-                    columns=columns,
-                    old_from_engine=pass_plan.old_from_engine,
+            self._score(plan, columns, pass_plan)
+            self._estimate(batch, plan, columns)
+            context = LossContext(
+                config=self._config,
+                hooks=self._hooks,
+                batch=batch,
+                columns=columns,
+                old_from_engine=pass_plan.old_from_engine,
+            )
+            with self._timer.context("actor_train"), self._passes.routing.training():
+                self.step_metrics, current, entropy = run_optimizer_steps(
+                    context, plan, self._passes, self._step, self._skips
                 )
-                with self._timer.context("actor_train"), self._passes.routing.training():
-                    self.step_metrics, current = run_optimizer_steps(
-                        context, plan, self._passes, self._step, self._skips
-                    )
-            return reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+            metrics = reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+            if exceeds(metrics.get(DIFF_KEY, 0.0), self._config.algorithm.max_logprob_diff):
+                metrics |= self._difference_pattern(plan, columns, current, entropy)
+            return metrics
 
     def estimate(self, batch: RolloutBatch) -> dict[str, float]:
         """What ``train`` does before its first optimizer step, and nothing more. Collective over all training ranks.
@@ -103,11 +107,10 @@ class RolloutTrainer:
         Returns:
             ``rollout/*`` without what only training knows; ``returns`` is set as by ``train``.
         """
-        with self._timer.context("train"):
+        with self._timer.context("train"), self._passes.routing.rollout():
             plan, columns = self._cut(batch)
             if self._estimates_depend_on_policy:
-                with self._passes.routing.rollout(batch, plan.samples):
-                    self._score(plan, columns, plan_passes(self._config, num_steps=len(plan.schedule.steps)))
+                self._score(plan, columns, plan_passes(self._config, num_steps=len(plan.schedule.steps)))
             self._estimate(batch, plan, columns)
             self.step_metrics = []
             return self._rollout_metrics(batch, plan, columns, None)
@@ -119,13 +122,15 @@ class RolloutTrainer:
         return algorithm.kl_coef != 0 or algorithm.use_opd or functions
 
     def _cut(self, batch: RolloutBatch) -> tuple[RolloutPlan, RolloutColumns]:
+        routing = self._passes.routing
         with self._timer.context("data_preprocess"):
             # The whole batch on every rank, so that all of them refuse it.
-            self._passes.routing.check(batch)
+            routing.check(batch)
             check_kept_tokens(
                 batch, vocab_size=self._config.megatron.vocab_size, truncated_by=truncating_flags(self._config)
             )
             plan = self._planner.plan(batch)
+            routing.take(batch, plan.samples)
             return plan, RolloutColumns.of(batch, plan.samples, self._parallel.device)
 
     def _score(self, plan: RolloutPlan, columns: RolloutColumns, pass_plan: PassPlan) -> None:
@@ -163,6 +168,17 @@ class RolloutTrainer:
             self._hooks.rollout_data_postprocess(self._hooks.args, batch.rollout_id, data)
             from_hook_data(data, batch, columns, plan.samples, flag="--rollout-data-postprocess-path")
         self.returns = {} if columns.returns is None else to_rows(columns.returns, self._parallel)
+
+    def _difference_pattern(
+        self, plan: RolloutPlan, columns: RolloutColumns, current: Column, entropy: Column
+    ) -> dict[str, float]:
+        """How the engine's log-probs differ from those of the weights before the first update."""
+        assert columns.rollout_log_probs is not None, "the difference to them was measured"
+        scored = current if columns.old_log_probs is None else columns.old_log_probs
+        entropy = entropy if columns.entropy is None else columns.entropy
+        return difference_pattern(
+            scored, columns.rollout_log_probs, entropy, columns.masks, plan.samples, self._parallel
+        )
 
     def _rollout_metrics(
         self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column | None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.cluster.entry import exit_code
 from slime.cluster.rollout import RolloutReport
 from slime.cluster.run import Run
 from slime.config import (
@@ -14,6 +15,8 @@ from slime.config import (
     WeightsConfig,
 )
 from slime.errors import WeightSyncError
+from slime.observability.logprob_diagnosis import LogprobFacts
+from slime.observability.logprob_monitor import LogprobMonitor
 from slime.observability.report import Reporter
 from slime.observability.tracking import TrackingOptions, init_tracking, read_metrics
 
@@ -133,12 +136,17 @@ class Rollouts:
 def make_run(tmp_path):
     reporters = []
 
-    def make(*, colocate=False, num_rollout=2, first_step=0, **sections):
+    def make(*, colocate=False, num_rollout=2, first_step=0, logprob_monitor=None, **sections):
         cluster = ClusterConfig(device="cpu", colocate=colocate, offload_train=colocate, offload_rollout=colocate)
         config = Config(cluster=cluster, **sections)
         devices = Devices()
         engines = Engines(devices)
-        reporter = Reporter(init_tracking(TrackingOptions(run_dir=tmp_path)), num_rollout=num_rollout, progress=False)
+        reporter = Reporter(
+            init_tracking(TrackingOptions(run_dir=tmp_path)),
+            num_rollout=num_rollout,
+            progress=False,
+            logprob_monitor=logprob_monitor,
+        )
         reporters.append(reporter)
         run = Run(
             config,
@@ -181,6 +189,22 @@ def test_colocated_sides_take_turns(make_run, tmp_path):
     step = ["generate 0", "engines release", "trainer wakes", "train batch 0", "save 0", "export hf-0"]
     again = ["engines resume weights", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
     assert devices.log == first + step + again
+
+
+def test_a_logprob_difference_above_the_bound_ends_the_run_before_the_next_rollout(make_run, caplog):
+    monitor = LogprobMonitor(0.01, stop=True, facts=LogprobFacts)
+    run, devices = make_run(num_rollout=3, logprob_monitor=monitor)
+    differences = iter([0.001, 0.5])
+
+    def train(batch):
+        devices.note(f"train {batch}")
+        return {"train/train_rollout_logprob_abs_diff": next(differences)}
+
+    run.trainer._group.train = train
+    assert exit_code(lambda: loop(run)) == 1
+    assert "generate 1" in devices.log
+    assert "generate 2" not in devices.log
+    assert "the run failed: TrainerError: rollout 1: trainer and engine log-probs differ by 0.5" in caplog.text
 
 
 def test_split_never_moves_memory(make_run):

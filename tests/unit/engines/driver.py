@@ -20,9 +20,9 @@ from slime.engines.embedded.text import StopScanner, Text
 class Driver:
     """One model with its scheduler; keyword arguments replace the scheduler's defaults."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.shape = read_shape(path)
-        self.model = Decoder(self.shape, dtype=torch.float32, device=torch.device("cpu"))
+        self.model = Decoder(self.shape, dtype=dtype, device=torch.device("cpu"))
         self.model.weights.load(path)
         self.text = Text(str(path))
         defaults = {"max_total_tokens": 100_000, "max_running_requests": 64, "prefill_tokens": 512}

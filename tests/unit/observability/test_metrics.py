@@ -10,10 +10,12 @@ from slime.observability.metrics import (
     RolloutMetricOptions,
     compute_batch_metrics,
     compute_rollout_metrics,
+    compute_staleness,
     estimate_pass_at_k,
     is_repetitive,
     pass_rate_by_group,
     pass_rate_metrics,
+    prompt_mismatch,
     reduce_metrics,
     reduction_of,
 )
@@ -112,6 +114,31 @@ def test_batch_metrics_are_plain_means_and_masked_log_probs():
     assert metrics["rollout/truncated"] == 0.5
     assert metrics["rollout/rollout_log_probs"] == pytest.approx(-1.5)
     assert metrics["rollout/masked_frac"] == pytest.approx(1 / 5)
+
+
+def test_staleness_counts_versions_behind_the_newest():
+    versions = [("3",), ("1", "3"), ("default",), (), ("4",)]
+    assert compute_staleness(versions, 3) == {
+        "rollout/weight_version/behind": (0 + 2 + 3 + 0) / 4,
+        "rollout/weight_version/stale_share": 0.5,
+    }
+    assert compute_staleness(versions, 0) == {}
+    assert compute_staleness([(), ()], 3) == {}
+
+
+def test_prompt_mismatch_is_told_by_samples_of_one_completion():
+    def told(prompt_tokens, versions):
+        sample = make_sample(1.0, 3, weight_versions=versions)
+        sample.tokens = list(range(8))
+        sample.prefix_cache_info.total_prompt_tokens = prompt_tokens
+        return sample
+
+    same, other = told(5, ["1"]), told(6, ["1"])
+    several_turns, unknown = told(20, ["1", "1"]), told(0, ["1"])
+    assert prompt_mismatch([same, other, several_turns, unknown]) == 0.5
+    assert prompt_mismatch([several_turns, unknown]) is None
+    metrics = compute_rollout_metrics([[same, same], [other, same]], RolloutMetricOptions())
+    assert metrics["rollout/prompt_mismatch"] == 0.25
 
 
 def test_reductions_follow_the_declared_kind():

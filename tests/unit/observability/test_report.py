@@ -4,6 +4,8 @@ import logging
 import pytest
 
 from slime.errors import TrainerError
+from slime.observability.logprob_diagnosis import LogprobFacts
+from slime.observability.logprob_monitor import LogprobMonitor
 from slime.observability.report import Reporter, format_step
 from slime.observability.tracking import TrackingOptions, init_tracking, read_metrics
 
@@ -63,7 +65,8 @@ def test_rollout_axis_can_count_optimizer_steps(tmp_path):
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_logprob_difference_above_the_bound_warns_or_stops(tmp_path, caplog, stop):
-    reporter = make_reporter(tmp_path, max_logprob_diff=0.01, stop_on_logprob_diff=stop)
+    monitor = LogprobMonitor(0.01, stop=stop, facts=LogprobFacts)
+    reporter = make_reporter(tmp_path, logprob_monitor=monitor)
     reporter.add(0, {"train/train_rollout_logprob_abs_diff": 0.009})
     reporter.finish(0)
     reporter.add(1, {"train/train_rollout_logprob_abs_diff": 0.02})
@@ -78,14 +81,14 @@ def test_logprob_difference_above_the_bound_warns_or_stops(tmp_path, caplog, sto
 
 
 def test_logprob_difference_of_rollouts_generated_ahead_is_said_to_include_staleness(tmp_path, caplog):
-    reporter = make_reporter(tmp_path, max_logprob_diff=0.01)
+    reporter = make_reporter(tmp_path, logprob_monitor=LogprobMonitor(0.01, stop=False, facts=LogprobFacts))
+    stale = {"train/train_rollout_logprob_abs_diff": 0.02, "rollout/weight_version/stale_share": 1.0}
     for ahead in (False, True):
         caplog.clear()
         reporter.generated_ahead = ahead
-        reporter.add(int(ahead), {"train/train_rollout_logprob_abs_diff": 0.02})
+        reporter.add(int(ahead), stale)
         reporter.finish(int(ahead))
         assert ("--async-buffer-size" in caplog.text) is ahead
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     reporter.close()
 
 
