@@ -19,10 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.backends.megatron.batches import MicroBatch
 from slime.backends.megatron.kept_tokens import KeptTokens
-from slime.backends.megatron.logprobs import TokenScores, complete_over_context, score_tokens
+from slime.backends.megatron.logprobs import TokenScores, automatic_chunk, complete_over_context, score_tokens
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.routing_replay import RoutingReplay
 from slime.backends.megatron.vocab_shard import VocabShard
+
+# Elements of logits and of the scores' buffers together that a recomputed head has at a time when nothing else
+# is asked: enough rows to keep a matrix product busy.
+AUTO_HEAD_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 # Shapes travel with the data (variable_seq_lengths); the schedule only wants some number here.
 ANY_LENGTH = 1
@@ -35,8 +39,9 @@ class ScoreSettings:
     Args:
         vocab_size: Real tokens; padded columns of the head take part in nothing.
         temperature: Divides the logits.
-        chunk_size: Rows of logits handled at once; -1 picks a number.
-        recompute: Recompute head and scores in the backward, chunk by chunk, instead of keeping logits.
+        chunk_size: Rows of logits whose fp32 temporaries, and with ``recompute`` the logits themselves, may
+            exist at a time; -1 picks a number.
+        recompute: Never keep logits: run head and scores chunk by chunk, and again in the backward.
         half: The model computes in half precision (its outputs then stay in it).
     """
 
@@ -167,6 +172,11 @@ class ModelPasses:
             micro_batch, TokenScores(log_probs=output[0], entropy=output[1] if with_entropy else None)
         )
 
+    @property
+    def keeps_no_logits(self) -> bool:
+        """Whether passes are to let the head return scores: ``fused_scores``."""
+        return self._settings.recompute
+
     def _shard(self, num_columns: int) -> VocabShard:
         parallel = self.parallel
         group = parallel.tp_group if parallel.tp_size > 1 else None
@@ -187,7 +197,7 @@ class ModelPasses:
     ) -> Tensor:
         """``[1 or 2, r]`` log-probs (and entropy) of hidden states ``[r, H]``, keeping no logits."""
         settings = self._settings
-        size = settings.chunk_size if settings.chunk_size > 0 else max(len(hidden), 1)
+        size = self._head_rows(hidden.device)
 
         def score(states: Tensor, targets: Tensor, kept: KeptTokens | None) -> Tensor:
             logits = project(states)
@@ -196,7 +206,7 @@ class ModelPasses:
                 targets,
                 self._shard(logits.size(1)),
                 temperature=settings.temperature,
-                chunk_size=settings.chunk_size,
+                chunk_size=min(size, automatic_chunk(logits.device, logits.size(1))),
                 with_entropy=with_entropy,
                 reuse_logits=True,
                 kept=kept,
@@ -207,6 +217,13 @@ class ModelPasses:
         kept = [None] * len(states) if micro_batch.kept is None else micro_batch.kept.split(size)
         spans = zip(states, targets, kept, strict=True)
         return torch.cat([checkpoint(score, *span, use_reentrant=False) for span in spans], dim=1)
+
+    def _head_rows(self, device: torch.device) -> int:
+        """Rows per chunk of a head that keeps no logits; the logits are one half, the scores' buffers the other."""
+        columns = -(-self._settings.vocab_size // self.parallel.tp_size)
+        automatic = AUTO_HEAD_ELEMENTS.get(device.type, AUTO_HEAD_ELEMENTS["cuda"]) // columns
+        chunk = self._settings.chunk_size if self._settings.chunk_size > 0 else automatic
+        return max(1, chunk // 2)
 
 
 def _finish(

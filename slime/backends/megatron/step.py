@@ -139,7 +139,7 @@ class TrainStep:
         algorithm, passes = context.config.algorithm, self._passes
         critic = context.config.role == "critic"
         custom = algorithm.loss_type == "custom_loss" and not critic
-        fused = context.config.train.recompute_loss_function and not custom and not critic
+        fused = passes.keeps_no_logits and not custom and not critic
         with_entropy = algorithm.loss_type == "policy_loss"
         loss_of = policy_loss if algorithm.loss_type == "policy_loss" else supervised_loss
 
