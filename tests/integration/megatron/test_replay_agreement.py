@@ -26,7 +26,7 @@ def truncated_rollout(model_dir: Path) -> RolloutBatch:
     """Twelve samples with kept tokens and routes."""
     flags = SAMPLING | REPLAY | {"rollout_max_response_len": 8, "custom": {"num_layers": 2, "moe_router_topk": 2}}
     with (
-        engine_process(model_dir, "--enable-return-routed-experts") as engine,
+        engine_process(model_dir) as engine,
         router_process([engine]) as router,
         open_context(model_dir, router, **flags, n_samples_per_prompt=3) as context,
     ):
