@@ -48,11 +48,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "max_weight_staleness": _DEFAULT_ONLY,
     "multimodal_keys": _DEFAULT_ONLY,
     # Objective
-    "advantage_estimator": ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    "value_clip": _DEFAULT_ONLY,
-    "lambd": _DEFAULT_ONLY,
-    "num_critic_only_steps": _DEFAULT_ONLY,
-    "megatron_config_path": _DEFAULT_ONLY,
     "use_stateless_adam": _DEFAULT_ONLY,
     # Checkpoints
     "async_save": _DEFAULT_ONLY,
