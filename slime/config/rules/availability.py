@@ -49,8 +49,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "multimodal_keys": _DEFAULT_ONLY,
     # Objective
     "use_stateless_adam": _DEFAULT_ONLY,
-    # Checkpoints
-    "async_save": _DEFAULT_ONLY,
     # Model
     "model_name": _DEFAULT_ONLY,
     "allgather_cp": _DEFAULT_ONLY,
