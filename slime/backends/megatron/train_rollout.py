@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import distributed as dist
 
+from slime.backends.megatron.engine_correction import weight_normaliser
 from slime.backends.megatron.hooks import TrainHooks
 from slime.backends.megatron.kept_tokens import check_kept_tokens
 from slime.backends.megatron.logprob_evidence import difference_pattern
@@ -91,6 +92,7 @@ class RolloutTrainer:
                 batch=batch,
                 columns=columns,
                 old_from_engine=pass_plan.old_from_engine,
+                weight_normaliser=weight_normaliser(self._config.algorithm, columns, plan.samples, self._parallel),
             )
             with self._timer.context("actor_train"), self._passes.routing.training():
                 self.step_metrics, current, entropy = run_optimizer_steps(
