@@ -68,7 +68,6 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
         and not spec.needs_critic
         and not config.rollout.keep_old_actor
         and not algorithm.use_opd
-        and not replays_own_routing
         and not spec.needs_old_log_probs
     )
     compares_trainer = algorithm.get_mismatch_metrics or algorithm.use_rs
@@ -76,7 +75,8 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
     return PassPlan(
         ref=algorithm.kl_coef != 0 or algorithm.use_kl_loss,
         teacher=algorithm.use_opd and algorithm.opd_type == "megatron",
-        old=not same_policy and not engine_is_enough,
+        # Own routes come from the old pass, whosever log-probs are the old ones for the loss.
+        old=replays_own_routing or (not same_policy and not engine_is_enough),
         old_from_engine=algorithm.use_rollout_logprobs,
     )
 

@@ -18,6 +18,7 @@ def check_objective(draft: Draft) -> None:
     draft.algorithm = algorithm
     draft.problems += _critic_problems(draft) + _kl_problems(draft) + _weight_problems(draft)
     draft.problems += _other_problems(draft) + _hook_problems(draft)
+    _check_routing_replay(draft)
     if draft.train.only_train_params_name_list and draft.train.freeze_params_name_list:
         draft.problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other")
     if draft.train.enable_mtp_training and not draft.train.mtp_num_layers:
@@ -111,6 +112,22 @@ def _other_problems(draft: Draft) -> list[str]:
     if algorithm.use_stateless_adam and not draft.checkpoint.no_save_optim:
         problems.append("--use-stateless-adam needs --no-save-optim")
     return problems
+
+
+def _check_routing_replay(draft: Draft) -> None:
+    algorithm = draft.algorithm
+    if not algorithm.use_routing_replay or algorithm.use_rollout_routing_replay:
+        return
+    if not algorithm.compute_advantages_and_returns:
+        draft.problems.append(
+            "--use-routing-replay replays the routing of the log-prob pass, which "
+            "--disable-compute-advantages-and-returns leaves out; --use-rollout-routing-replay needs no such pass"
+        )
+    if algorithm.use_rollout_logprobs:
+        draft.notices.append(
+            "--use-routing-replay runs the log-prob pass for its routing only: --use-rollout-logprobs takes the old "
+            "log-probs from the engine"
+        )
 
 
 def _hook_problems(draft: Draft) -> list[str]:

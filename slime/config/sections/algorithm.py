@@ -140,9 +140,13 @@ class AlgorithmConfig(Section):
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, doc="Reducer (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) of the policy loss."
     )
-    use_routing_replay: bool = flag(False, doc="Replay the expert routing of the log-prob pass in training.")
+    use_routing_replay: bool = flag(
+        False, doc="Send tokens to the same experts in training as in the log-prob pass (MoE)."
+    )
     use_rollout_routing_replay: bool = flag(
-        False, doc="Replay the engine's expert routing; implies --use-routing-replay."
+        False,
+        doc="Send tokens to the experts that the engine chose, in the log-prob pass and in training; implies "
+        "--use-routing-replay.",
     )
     use_opsm: bool = flag(False, doc="Mask off-policy sequences with negative advantage.")
     opsm_delta: float = flag(1e-4, doc="Threshold of --use-opsm on the sequence's mean log-ratio.")

@@ -258,10 +258,18 @@ def test_length_faults(problems: Problems, flags: str, words: str) -> None:
         ("--tis-clip-low 3", "--tis-clip-low 3 must not be larger than --tis-clip 2"),
         ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
         ("--eps-clip-c 1", "--eps-clip-c must be > 1"),
+        ("--use-routing-replay --disable-compute-advantages-and-returns", "replays the routing of the log-prob pass"),
     ],
 )
 def test_objective_faults(problems: Problems, flags: str, words: str) -> None:
     assert any(words in problem for problem in problems(flags))
+
+
+def test_routing_replay(run: Run) -> None:
+    config = run("--use-rollout-routing-replay --use-rollout-logprobs --disable-compute-advantages-and-returns")
+    assert config.algorithm.use_routing_replay
+    assert "for its routing only" not in notices(config)
+    assert "runs the log-prob pass for its routing only" in notices(run("--use-routing-replay --use-rollout-logprobs"))
 
 
 @pytest.mark.parametrize(
