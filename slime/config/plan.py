@@ -129,8 +129,8 @@ def trainer_bytes(config: Config, parameters: int) -> float:
 def _expert_parameters(megatron: MegatronConfig) -> int:
     if not megatron.get("num_experts"):
         return 0
-    frequency = megatron["moe_layer_freq"]
-    layers = sum(frequency) if isinstance(frequency, list) else -(-megatron.num_layers // frequency)
+    frequency: int | list[int] = megatron["moe_layer_freq"]
+    layers = -(-megatron.num_layers // frequency) if isinstance(frequency, int) else sum(frequency)
     return layers * megatron["num_experts"] * 3 * megatron.hidden_size * megatron["moe_ffn_hidden_size"]
 
 
