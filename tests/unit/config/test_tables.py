@@ -12,7 +12,7 @@ from slime.config.hf import LOADABLE_MODEL_TYPES
 from slime.config.rules.availability import AVAILABLE_VALUES, UNAVAILABLE_EVAL_KEYS
 from slime.config.rules.inputs import REWARD_TYPES
 from slime.config.schema import all_flag_specs
-from slime.config.sections.algorithm import CRITIC_ESTIMATORS, WHITENED_ESTIMATORS
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS, KL_PENALTY_ESTIMATORS, WHITENED_ESTIMATORS
 from slime.rewards.registry import REWARDS
 from slime.weights.families import FAMILIES
 
@@ -38,6 +38,10 @@ RESOLVED_BY_CONFIG = {
     "num_gpus_per_node": "bounds the size of an engine in the placement rules",
     "offload": "becomes offload_train and offload_rollout",
     "train_backend": "has one value",
+    "rs_lower_bound": "becomes rs_bounds",
+    "rs_upper_bound": "becomes rs_bounds",
+    "tis_lower_bound": "becomes tis_bounds",
+    "tis_upper_bound": "becomes tis_bounds",
 }
 
 
@@ -67,6 +71,7 @@ def test_estimators() -> None:
     known = {choice for s in all_flag_specs() if s.dest == "advantage_estimator" for choice in s.choices or ()}
     assert known == set(ALGORITHMS)
     assert known > WHITENED_ESTIMATORS
+    assert known > KL_PENALTY_ESTIMATORS
     assert {name for name, spec in ALGORITHMS.items() if spec.needs_critic} == CRITIC_ESTIMATORS
 
 
