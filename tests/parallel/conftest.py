@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.parallel import algorithm_table
 from tests.parallel.traces import LIMIT, Differences, Trace, compare
 
 
@@ -56,6 +57,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         numbers = "did not run" if d is None else " ".join(map(_number, (d.loss, d.grad_norm, d.weights, d.log_probs)))
         verdict = "pass" if d is not None and d.passes else "FAIL"
         terminalreporter.write_line(f"{row.layout:24} {row.model:14} {row.loss:12} {numbers}  {verdict}")
+    terminalreporter.section("algorithms and their reference tests")
+    terminalreporter.write_line(algorithm_table.table())
 
 
 def _number(value: float | None) -> str:
