@@ -36,6 +36,10 @@ class WeightSnapshot:
         copy._tensors = [t.clone() for t in self._tensors]
         return copy
 
+    def equals(self, chunks: Sequence[Any]) -> bool:
+        """Whether the model's present weights are these, bit for bit. Not collective."""
+        return all(torch.equal(mine, t.detach().cpu()) for mine, t in zip(self._tensors, _tensors(chunks), strict=True))
+
     def restore(self, chunks: Sequence[Any]) -> None:
         """Copy these weights into the model for good; the optimizer has to be told."""
         for mine, theirs in zip(self._tensors, _tensors(chunks), strict=True):
