@@ -1,12 +1,13 @@
-"""Data states, which lie beside the trainer's checkpoints: made after each rollout, written by the driver.
+"""What the driver writes and removes beside the trainer's checkpoints: data states, the critic's part of a pair.
 
-Tests hold: the state written for a rollout is that of the rollout, however far others are ahead, and
-no generation in progress can hold up a save.
+Tests hold: the state written for a rollout, which was made right after it, is that of the rollout, however
+far others are ahead; no generation in progress can hold up a save; a critic goes after its actor.
 """
 
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,14 @@ def prune_data_states(save_dir: Path, keep: int | None, *, newest: int) -> None:
         number = path.stem.rpartition("_")[2]
         if number.isdigit() and int(number) < newest and not (save_dir / f"iter_{int(number):07d}").exists():
             path.unlink(missing_ok=True)
+
+
+def prune_critic(critic_dir: Path, *, actor_dir: Path, newest: int) -> None:
+    """Remove checkpoints of the critic older than ``newest`` whose actor is gone: alone they are of no use."""
+    for path in critic_dir.glob("iter_*"):
+        number = path.name.removeprefix("iter_")
+        if number.isdigit() and int(number) < newest and not (actor_dir / path.name).exists():
+            # Renamed first, so that a half-removed one is never taken for a good one; the next save clears it away.
+            doomed = path.with_name(f".{path.name}.deleting")
+            path.rename(doomed)
+            shutil.rmtree(doomed)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from slime.cluster.actor_critic import start_trainer
 from slime.cluster.engines import EngineGroup
 from slime.cluster.logprob_facts import logprob_facts
 from slime.cluster.placement import Placement
@@ -24,7 +25,6 @@ from slime.cluster.run import Run
 from slime.cluster.schedule import check_steps_left, complete_schedule
 from slime.cluster.signals import held_back, terminable
 from slime.cluster.tracking_options import tracking_options
-from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
 from slime.errors import SlimeError
 from slime.observability.display import open_display
@@ -84,7 +84,7 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
     rollout = RolloutHandle(config, log_dir, facts)
     _close_at_end(stack, rollout.close)
     if not config.debug.debug_rollout_only:
-        trainer = TrainerGroup(config, placement, log_dir, board=rollout.actor)
+        trainer = start_trainer(config, placement, log_dir, board=rollout.actor)
         _close_at_end(stack, trainer.close)
     if engines is not None:
         engines.launch()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.cluster.actor_critic import ActorCritic
 from slime.cluster.async_rollouts import AsyncRollouts
 from slime.cluster.checkpoints import prune_data_states, write_data_state
 from slime.cluster.engines import EngineGroup
@@ -59,7 +60,7 @@ class Generation:
 class Training:
     """``run.trainer``: trains the batch of a step and records its metrics."""
 
-    def __init__(self, group: TrainerGroup | None, reporter: Reporter) -> None:
+    def __init__(self, group: TrainerGroup | ActorCritic | None, reporter: Reporter) -> None:
         self._group = group
         self._reporter = reporter
         self.last_trained: RolloutReport | None = None
@@ -71,7 +72,7 @@ class Training:
             return {}
         self.in_progress = rollout.report
         started = time.monotonic()
-        metrics = self._group.train(rollout.batch)
+        metrics = self._group.train(rollout.batch, step)
         self.last_trained, self.in_progress = rollout.report, None
         self._reporter.add_optimizer_steps(step, self._group.step_metrics())
         self._reporter.add(step, {**metrics, "perf/train_time": time.monotonic() - started})
@@ -89,7 +90,7 @@ class Run:
         reporter: Reporter,
         rollout: RolloutHandle,
         engines: EngineGroup | None,
-        trainer: TrainerGroup | None,
+        trainer: TrainerGroup | ActorCritic | None,
         first_step: int,
         num_rollout: int,
         num_rollout_per_epoch: int | None,

@@ -146,6 +146,7 @@ class TrainerGroup:
         log_dir: Path,
         *,
         board: Any = None,
+        name: str = "trainer",
         worker_path: str = WORKER_PATH,
     ) -> None:
         """Start one process per trainer slot; they do nothing until ``init``.
@@ -153,14 +154,16 @@ class TrainerGroup:
         Args:
             config: Counts, limits and the environment of training processes.
             placement: Reserved slots.
-            log_dir: Where each rank writes ``trainer_{rank}.log``.
+            log_dir: Where each rank writes ``{name}_{rank}.log``.
             board: Actor that rank 0 tells its progress.
+            name: What the ranks are called in messages.
             worker_path: ``module:class`` of the worker.
         """
         self._config = config
+        self._name = name
         slots = placement.layout.trainer
         self.world_size = len(slots)
-        self._settings = [ActorSetting.of(f"trainer {rank}", log_dir) for rank in range(self.world_size)]
+        self._settings = [ActorSetting.of(f"{name} {rank}", log_dir) for rank in range(self.world_size)]
         ranks_on_node = Counter(placement.slots[slot].node_id for slot in slots)
         cores = {node["NodeID"]: _cores(node) for node in ray.nodes() if node["Alive"]}
         self._threads = [
@@ -193,30 +196,55 @@ class TrainerGroup:
         Raises:
             TrainerError: A rank failed or died, or the ranks disagree.
         """
-        config = self._config = config or self._config
+        return self.finish_init(self.begin_init(config or self._config))
+
+    def begin_init(self, config: Config) -> list[Any]:
+        """Let every rank begin ``init``; references for ``finish_init``."""
+        self._config = config
         limit = config.cluster.trainer_start_timeout_seconds
         addresses = self._wait([a.address.remote() for a in self._actors], "start", limit)
         self._processes = [address.process for address in addresses]
         first = addresses[0]
         config_ref = ray.put(config)
-        refs = [
+        return [
             actor.start.remote(config_ref, rank, self.world_size, first.host, first.port, threads)
             for rank, (actor, threads) in enumerate(zip(self._actors, self._threads, strict=True))
         ]
-        first_ids = self._wait(refs, "load the model", limit)
+
+    def finish_init(self, refs: list[Any]) -> int:
+        """Wait for ``begin_init``; see ``init``."""
+        first_ids = self._wait(refs, "load the model", self._config.cluster.trainer_start_timeout_seconds)
         if len(set(first_ids)) != 1:
             raise TrainerError(f"ranks loaded different iterations: first rollout ids {first_ids}")
         return int(first_ids[0])
 
-    def train(self, batch: Any) -> dict[str, float]:
+    def train(self, batch: Any, rollout_id: int) -> dict[str, float]:
         """Train one rollout.
 
         Args:
             batch: Reference to the ``RolloutBatch``; each rank fetches it from the object store.
+            rollout_id: Its number.
         """
-        limit = self._config.cluster.train_step_timeout_seconds
-        refs = [actor.call.remote("train", batch) for actor in self._actors]
-        return self._metrics(self._wait(refs, "train", limit))
+        return self._metrics(self.finish(self.begin("train", batch), f"train rollout {rollout_id}"))
+
+    @staticmethod
+    def share(value: Any) -> Any:
+        """Put an argument for all ranks into the object store once; the reference stands for it in ``begin``."""
+        return ray.put(value)
+
+    def begin(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every rank's worker; references for ``finish``."""
+        return [actor.call.remote(method, *args) for actor in self._actors]
+
+    def finish(self, refs: list[Any], doing: str, timeout_seconds: float | None = None) -> list[Any]:
+        """Results of ``begin`` by rank; the bound is ``--train-step-timeout-seconds`` unless given."""
+        limit = self._config.cluster.train_step_timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._wait(refs, doing, limit)
+
+    def read(self, attribute: str, timeout_seconds: float | None = None) -> list[Any]:
+        """An attribute of every rank's worker."""
+        doing = f"tell its {attribute.replace('_', ' ')}"
+        return self.finish([actor.read.remote(attribute) for actor in self._actors], doing, timeout_seconds)
 
     def step_metrics(self) -> list[dict[str, float]]:
         """``train/*`` of each optimizer step of the last rollout, from rank 0."""
@@ -243,8 +271,7 @@ class TrainerGroup:
 
     def weight_version(self) -> int:
         """Version given to the engines last; all ranks agree on it."""
-        limit = self._config.cluster.train_step_timeout_seconds
-        versions = self._wait([a.read.remote("weight_version") for a in self._actors], "tell its weight version", limit)
+        versions = self.read("weight_version")
         if len(set(versions)) != 1:
             raise TrainerError(f"ranks disagree on the weight version: {versions}")
         return int(versions[0])
@@ -273,14 +300,13 @@ class TrainerGroup:
             ray.kill(actor)
 
     def _call_all(self, method: str, *args: Any, limit: float, check: Callable[[], None] | None = None) -> list[Any]:
-        refs = [actor.call.remote(method, *args) for actor in self._actors]
-        return self._wait(refs, method.replace("_", " "), limit, check)
+        return self._wait(self.begin(method, *args), method.replace("_", " "), limit, check)
 
     def _wait(self, refs: list[Any], doing: str, limit: float, check: Callable[[], None] | None = None) -> list[Any]:
         self._in_flight = refs
         values = waits.get_all(
             refs,
-            waited_for=[f"trainer rank {rank} to {doing}" for rank in range(len(refs))],
+            waited_for=[f"{self._name} rank {rank} to {doing}" for rank in range(len(refs))],
             timeout_seconds=limit,
             check=check,
             on_death=self._death,
@@ -290,7 +316,7 @@ class TrainerGroup:
         return values
 
     def _death(self, rank: int) -> SlimeError:
-        return TrainerError(f"trainer rank {rank} of {self.world_size} died; {self._settings[rank].log_tail()}")
+        return TrainerError(f"{self._name} rank {rank} of {self.world_size} died; {self._settings[rank].log_tail()}")
 
     def _stuck(self, ranks: list[int]) -> str:
         stuck = {rank: self._processes[rank] for rank in ranks if rank < len(self._processes)}

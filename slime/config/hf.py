@@ -24,7 +24,9 @@ _UNTIED_BY_DEFAULT = frozenset(
     }
 )  # fmt: skip
 
-LOADABLE_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+LOADABLE_MODEL_TYPES = frozenset(
+    {"deepseek_v3", "glm4_moe", "kimi_k2", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+)
 """``model_type`` values that can be trained: the families with a weight table, which a test compares."""
 
 

@@ -18,7 +18,7 @@ from slime.config.embedded_flags import check_embedded_flags
 from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG
 from slime.config.families import FlagFamily, MegatronConfig, MegatronContext, PrefixFamily, plain_json
 from slime.config.flags import FlagSpec, flag_specs
-from slime.config.roles import RoleConfig, RoleOverrides, read_roles
+from slime.config.roles import RoleConfig, RoleOverrides, critic_config, read_roles
 from slime.config.rules import RULES
 from slime.config.rules.availability import UNAVAILABLE_MODEL_FLAGS
 from slime.config.rules.inputs import file_problem
@@ -118,6 +118,9 @@ def parse(
     critic = _critic(draft, families, line, roles.get("critic"))
     notices = dict.fromkeys((*draft.notices, *megatron_config.notices))
     config = replace(config, megatron=megatron_config, critic=critic, notices=tuple(notices))
+    if critic is not None and critic.train != draft.train:  # plug-ins of its own
+        found = [problem for preflight in preflights for problem in preflight(critic_config(_readable(config)))]
+        draft.problems += [f"critic: {problem}" for problem in found if problem not in draft.problems]
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
     return config

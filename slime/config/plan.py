@@ -54,6 +54,12 @@ def _processes(config: Config) -> Sequence[str]:
             f"PP {megatron.pipeline_model_parallel_size} "
             f"x CP {megatron.context_parallel_size} x DP {data_parallel}, {cluster.distributed_backend}"
         )
+    if config.critic is not None:
+        own = config.critic.megatron
+        lines.append(
+            f"critic: on the trainer's; TP {own.tensor_model_parallel_size} x PP {own.pipeline_model_parallel_size} x "
+            f"CP {own.context_parallel_size}, from {config.critic.checkpoint.load}"
+        )
     per_engine = cluster.rollout_num_gpus_per_engine
     for index, first in enumerate(layout.rollout[::per_engine]):
         lines.append(f"engine {index}: {config.engine.rollout_backend}, {unit} {_span(first, per_engine)}")

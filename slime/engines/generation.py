@@ -18,7 +18,8 @@ class SamplingParams:
     """How to choose the next tokens of one request; defaults and names are SGLang's.
 
     ``temperature`` 0 is greedy. ``top_k`` -1 and ``top_p`` 1 and ``min_p`` 0 keep every token. Log-probs that an
-    engine reports are those of the model at this temperature (at 1 when greedy), before penalties and truncation.
+    engine reports are those of the model at this temperature (at 1 when greedy), before penalties and truncation;
+    those of the distribution that was drawn from come with ``return_sampling_mask``.
     """
 
     max_new_tokens: int = 128
@@ -135,6 +136,9 @@ class GenerateItem:
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     return_sampling_mask: bool = False
+    sampling_logprobs_mode: str = "selected"
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +153,10 @@ class GenerateRequest:
 _ITEM_TYPES: dict[str, type] = {
     "return_logprob": bool, "logprob_start_len": int, "top_logprobs_num": int,
 }  # fmt: skip
-_SHARED_TYPES: dict[str, type] = {"return_text_in_logprobs": bool, "return_sampling_mask": bool, "stream": bool}
+_SHARED_TYPES: dict[str, type] = {
+    "return_text_in_logprobs": bool, "return_sampling_mask": bool, "sampling_logprobs_mode": str,
+    "return_routed_experts": bool, "routed_experts_start_len": int, "stream": bool,
+}  # fmt: skip
 _WITHOUT_EFFECT = {
     "model", "no_logs", "log_metrics", "custom_labels", "conversation_id", "routing_key", "session_id", "priority",
     "data_parallel_rank", "routed_dp_rank", "background",
@@ -157,9 +164,8 @@ _WITHOUT_EFFECT = {
 """Logging and routing fields that the router adds or passes on; they cannot change the answer of one engine."""
 _UNSUPPORTED = {
     "input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path", "lora_id", "session_params",
-    "token_ids_logprob", "return_hidden_states", "return_routed_experts", "routed_experts_start_len", "return_entropy",
-    "return_prompt_token_ids", "sampling_logprobs_mode", "extra_key", "cache_salt", "bootstrap_host",
-    "bootstrap_port", "bootstrap_room", "custom_logit_processor", "return_bytes",
+    "token_ids_logprob", "return_hidden_states", "return_entropy", "return_prompt_token_ids", "extra_key", "cache_salt",
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor", "return_bytes",
 }  # fmt: skip
 
 
@@ -196,13 +202,27 @@ def parse_generate(body: Any) -> GenerateRequest:
         for i in range(size)
     )
     for item in items:
-        if item.return_sampling_mask and not (item.sampling.truncates or item.sampling.temperature == 0.0):
-            raise RequestError("return_sampling_mask needs top_p < 1, top_k or min_p; all tokens are kept otherwise")
-        if item.logprob_start_len < -1:
-            raise RequestError(f"logprob_start_len is {item.logprob_start_len}; accepted: -1 or an integer >= 0")
-        if not 0 <= item.top_logprobs_num <= 1024:
-            raise RequestError(f"top_logprobs_num is {item.top_logprobs_num}; accepted: an integer in [0, 1024]")
+        _check_item(item)
     return GenerateRequest(items=items, is_batch=is_batch, stream=stream)
+
+
+def _check_item(item: GenerateItem) -> None:
+    sampling = item.sampling
+    if item.return_sampling_mask and not (sampling.truncates or sampling.temperature == 0.0):
+        raise RequestError("return_sampling_mask needs top_p < 1, top_k or min_p; all tokens are kept otherwise")
+    if item.sampling_logprobs_mode not in ("selected", "support"):
+        raise RequestError(f"sampling_logprobs_mode is {item.sampling_logprobs_mode!r}; accepted: selected, support")
+    if item.sampling_logprobs_mode != "selected" and not item.return_sampling_mask:
+        raise RequestError("sampling_logprobs_mode needs return_sampling_mask")
+    if item.routed_experts_start_len < 0:
+        raise RequestError(
+            f"routed_experts_start_len is {item.routed_experts_start_len}; accepted: an integer >= 0, at most the "
+            "number of prompt tokens"
+        )
+    if item.logprob_start_len < -1:
+        raise RequestError(f"logprob_start_len is {item.logprob_start_len}; accepted: -1 or an integer >= 0")
+    if not 0 <= item.top_logprobs_num <= 1024:
+        raise RequestError(f"top_logprobs_num is {item.top_logprobs_num}; accepted: an integer in [0, 1024]")
 
 
 def _prompts(data: Mapping[str, Any]) -> tuple[list[str | None], list[tuple[int, ...] | None], bool]:

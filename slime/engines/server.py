@@ -116,7 +116,7 @@ def _default_tokens(
     shape: ModelShape, dtype: torch.dtype, device: torch.device, context_length: int, fraction: float | None
 ) -> int:
     """Tokens of key-value memory that fit into a share of the free memory; at least one full context."""
-    per_token = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
+    per_token = shape.cache.bytes_per_token(dtype)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _available_bytes()
     return max(int(free * (fraction or 0.25)) // per_token, 2 * context_length)
 

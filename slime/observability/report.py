@@ -26,6 +26,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("truncated", ("rollout/truncated_ratio", "rollout/truncated"), ".0%"),
     ("logprob diff", (DIFF_KEY,), ".1e"),
     ("loss", ("train/loss",), ".4f"),
+    ("value loss", ("critic-train/value_loss",), ".4f"),
     ("grad norm", ("train/grad_norm",), ".3f"),
     ("rollout", ("perf/rollout_time",), ".2fs"),
     ("train", ("perf/train_time",), ".2fs"),

@@ -28,6 +28,7 @@ from slime.engines import api
 from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
 from slime.http_control import HttpStatusError, in_parallel, request
 from slime.weights.checksum import tensor_checksum
+from slime.weights.precision import held_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def _cast(bucket: Bucket, dtype: torch.dtype | None) -> Bucket:
     """Convert to the dtype the engines hold: half the bytes for bfloat16, and checksums that can be compared."""
     if dtype is None:
         return bucket
-    return [(name, tensor.to(dtype)) for name, tensor in bucket]
+    return [(name, tensor.to(held_dtype(name, dtype))) for name, tensor in bucket]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(5)))
 """Specials follow the 256 byte tokens: pad is 256, <|im_start|> 257, eos <|im_end|> 258."""
@@ -34,6 +34,8 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,7 +50,10 @@ def make_tiny_model(
         family: Shape: ``llama`` (no biases), ``qwen2`` (q, k and v biases), ``qwen3`` (q and k norms and a
             ``head_dim`` that is not ``hidden_size / num_attention_heads``), ``qwen2_moe`` (a shared expert
             with a gate, weights of the chosen experts not normalised, the first layer dense), ``qwen3_moe``
-            (weights normalised); 8 experts, 2 of them per token.
+            (weights normalised); 8 experts, 2 of them per token. ``glm4_moe`` (q, k and v biases and norms,
+            half of each head rotary) and ``deepseek_v3`` (multi-latent attention; ``q_lora_rank=None`` for
+            Moonlight's, ``rope_scaling`` for yarn) route by sigmoid with an expert bias, have a shared
+            expert and a dense first layer; ``deepseek_v3`` has 4 groups of experts and takes 4 per token.
         tokenizer: Whether to write a tokenizer too.
         seed: Seed of the weights; the same seed and shape give the same bytes.
         **overrides: Entries of ``config.json`` that replace the defaults, such as ``num_hidden_layers=4``,
@@ -121,7 +126,7 @@ def _config(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
         del config["mlp_bias"]
     if family.startswith("qwen2"):
         del config["head_dim"], config["attention_bias"]
-    if family.endswith("_moe"):
+    if family.startswith("qwen") and family.endswith("_moe"):
         config |= {
             "num_experts": 8,
             "num_experts_per_tok": 2,
@@ -134,38 +139,58 @@ def _config(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
         }
     if family == "qwen2_moe":
         config |= {"mlp_only_layers": [0], "shared_expert_intermediate_size": 80}
+    if family in ("glm4_moe", "deepseek_v3"):
+        del config["use_sliding_window"]
+        config |= {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    if family == "glm4_moe":
+        config |= {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5}
+    if family == "deepseek_v3":
+        del config["head_dim"]
+        config |= {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "rope_interleave": True,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+        }
     config.update(overrides)
-    return {k: v for k, v in config.items() if v is not None or k == "bos_token_id"}
+    return {k: v for k, v in config.items() if v is not None or k in ("bos_token_id", "q_lora_rank")}
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights under their Hugging Face names for a ``config.json`` of one of the families."""
     generator = torch.Generator().manual_seed(seed)
     dtype = _DTYPES[str(config.get("torch_dtype", "float32"))]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    q, kv = heads * head_dim, config["num_key_value_heads"] * head_dim
-    qkv_bias = config["model_type"] in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias"))
 
     def normal(*shape: int, std: float = 0.1, mean: float = 0.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * std + mean).to(dtype)
 
+    hidden = config["hidden_size"]
     weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, std=0.5)}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        attention = layer + "self_attn."
         weights[layer + "input_layernorm.weight"] = normal(hidden, mean=1.0)
         weights[layer + "post_attention_layernorm.weight"] = normal(hidden, mean=1.0)
-        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            weights[attention + name + ".weight"] = normal(rows, hidden)
-            if qkv_bias:
-                weights[attention + name + ".bias"] = normal(rows)
-        weights[attention + "o_proj.weight"] = normal(hidden, q)
-        if config.get("attention_bias"):
-            weights[attention + "o_proj.bias"] = normal(hidden)
-        if config["model_type"] in ("qwen3", "qwen3_moe"):
-            weights[attention + "q_norm.weight"] = normal(head_dim, mean=1.0)
-            weights[attention + "k_norm.weight"] = normal(head_dim, mean=1.0)
+        attention = _latent_attention if "kv_lora_rank" in config else _attention
+        for name, shape in attention(config).items():
+            mean = 1.0 if "norm" in name else 0.0
+            weights[layer + f"self_attn.{name}"] = normal(*shape, mean=mean)
         for name, width in _mlps(config, i):
             for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
                 weights[layer + f"{name}.{part}_proj.weight"] = normal(*shape)
@@ -173,7 +198,10 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
                     weights[layer + f"{name}.{part}_proj.bias"] = normal(shape[0])
         if _is_mixture(config, i):
             # Spread widely enough that no token's choice of experts hangs on rounding.
-            weights[layer + "mlp.gate.weight"] = normal(config["num_experts"], hidden, std=0.5)
+            weights[layer + "mlp.gate.weight"] = normal(_num_experts(config), hidden, std=0.5)
+            if "n_routed_experts" in config:
+                bias = torch.randn(_num_experts(config), generator=generator) * 0.1
+                weights[layer + "mlp.gate.e_score_correction_bias"] = bias
             if config.get("shared_expert_intermediate_size"):
                 weights[layer + "mlp.shared_expert_gate.weight"] = normal(1, hidden)
     weights["model.norm.weight"] = normal(hidden, mean=1.0)
@@ -182,7 +210,51 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
     return weights
 
 
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of grouped-query attention."""
+    family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv = config["num_key_value_heads"] * head_dim
+    rows = {"q_proj": heads * head_dim, "k_proj": kv, "v_proj": kv}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in rows.items()}
+    if family in ("qwen2", "qwen2_moe") or config.get("attention_bias"):
+        shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
+    shapes["o_proj.weight"] = (hidden, heads * head_dim)
+    if config.get("attention_bias") and family != "glm4_moe":
+        shapes["o_proj.bias"] = (hidden,)
+    if family in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+        shapes |= {"q_norm.weight": (head_dim,), "k_norm.weight": (head_dim,)}
+    return shapes
+
+
+def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of multi-latent attention."""
+    hidden, heads, latent, lora = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank")
+    )
+    plain, rotary, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries: dict[str, tuple[int, ...]] = {"q_proj.weight": (heads * (plain + rotary), hidden)}
+    if lora is not None:
+        queries = {
+            "q_a_proj.weight": (lora, hidden),
+            "q_a_layernorm.weight": (lora,),
+            "q_b_proj.weight": (heads * (plain + rotary), lora),
+        }
+    return queries | {
+        "kv_a_proj_with_mqa.weight": (latent + rotary, hidden),
+        "kv_a_layernorm.weight": (latent,),
+        "kv_b_proj.weight": (heads * (plain + value), latent),
+        "o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    return config.get("n_routed_experts") or config.get("num_experts") or 0
+
+
 def _is_mixture(config: dict[str, Any], layer: int) -> bool:
+    if "n_routed_experts" in config:
+        return layer >= config["first_k_dense_replace"]
     dense = config.get("mlp_only_layers") or ()
     return "num_experts" in config and layer not in dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
@@ -192,7 +264,9 @@ def _mlps(config: dict[str, Any], layer: int) -> list[tuple[str, int]]:
     if not _is_mixture(config, layer):
         return [("mlp", config["intermediate_size"])]
     width, shared = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size")
-    found = [(f"mlp.experts.{expert}", width) for expert in range(config["num_experts"])]
+    found = [(f"mlp.experts.{expert}", width) for expert in range(_num_experts(config))]
+    if config.get("n_shared_experts"):
+        found.append(("mlp.shared_experts", config["n_shared_experts"] * width))
     return [*found, ("mlp.shared_expert", shared)] if shared else found
 
 

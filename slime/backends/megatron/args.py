@@ -168,7 +168,8 @@ def _apply_forced(args: argparse.Namespace, explicit: frozenset[str], context: M
         args.max_position_embeddings = args.seq_length
     if args.use_rope_scaling and "rotary_scaling_factor" in explicit and "rope_scaling_factor" not in explicit:
         args.rope_scaling_factor = args.rotary_scaling_factor
-    args.rope_type = None
+    if not args.multi_latent_attention:
+        args.rope_type = None
     return notices
 
 

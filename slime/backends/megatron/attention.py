@@ -115,6 +115,8 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -139,14 +141,14 @@ class CoreAttention(MegatronModule):
         Args:
             query: ``[T / cp, 1, h, d]``, this tensor-parallel rank's heads.
             key: ``[T / cp, 1, g, d]``.
-            value: ``[T / cp, 1, g, d]``.
+            value: ``[T / cp, 1, g, v]``; v is d but in multi-latent attention.
             attention_mask: Unused: the row's layout says which tokens see each other.
             attn_mask_type: Unused.
             attention_bias: Unused.
             packed_seq_params: The row.
 
         Returns:
-            ``[T / cp, 1, h * d]``.
+            ``[T / cp, 1, h * v]``.
         """
         assert packed_seq_params is not None, "the model runs on packed rows only"
         query, key, value = (x.squeeze(1) for x in (query, key, value))

@@ -6,10 +6,14 @@ reference. The configuration is the critic's own (``slime.config.roles``).
 
 from __future__ import annotations
 
-from slime.backends.megatron.critic_rollout import CriticTrainer
-from slime.backends.megatron.worker import MegatronWorker
-from slime.data.columns import with_rows
-from slime.types import Float32Array, RolloutBatch
+from slime.backends.megatron import cpu
+
+cpu.install()  # before the first import of megatron
+
+from slime.backends.megatron.critic_rollout import CriticTrainer  # noqa: E402
+from slime.backends.megatron.worker import MegatronWorker  # noqa: E402
+from slime.data.columns import with_rows  # noqa: E402
+from slime.types import Float32Array, RolloutBatch  # noqa: E402
 
 
 class CriticWorker(MegatronWorker):

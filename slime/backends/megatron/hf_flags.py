@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.backends.megatron.hf_experts import HF_NAMES as _EXPERT_NAMES
-from slime.backends.megatron.hf_experts import expert_values, layer_pattern
+from slime.backends.megatron.hf_experts import QWEN_NAMES, expert_values, layer_pattern, unsupported_experts
+from slime.backends.megatron.hf_latent import HF_NAMES as _LATENT_NAMES
+from slime.backends.megatron.hf_latent import latent_values, unsupported_latent
 from slime.config import HfModel
 from slime.weights.families import FAMILIES
 
 # Compared with nothing: a different value trains the same model, or is the user's choice.
 _NOT_COMPARED = frozenset({"max_position_embeddings", "attention_dropout"})
+_WITHOUT_EFFECT_ON_LATENTS = frozenset({"kv_channels", "num_query_groups"})
 
 _FLAGS = {
     "add_bias_linear": "--disable-bias-linear",
@@ -36,6 +39,7 @@ _HF_NAMES = {
     "rotary_percent": "partial_rotary_factor",
     "add_qkv_bias": "attention_bias",
     **_EXPERT_NAMES,
+    **_LATENT_NAMES,
 }
 
 
@@ -45,6 +49,7 @@ def model_values(hf: HfModel) -> dict[str, Any]:
         return {}
     theta = hf["rope_theta"]
     theta = 10000.0 if theta is None else theta
+    family = FAMILIES[hf.model_type]
     values: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -60,8 +65,8 @@ def model_values(hf: HfModel) -> dict[str, Any]:
         "layernorm_epsilon": hf["rms_norm_eps"],
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.get("qkv_bias", FAMILIES[hf.model_type].qkv_bias) or bool(hf.get("attention_bias", False)),
-        "qk_layernorm": FAMILIES[hf.model_type].qk_norm,
+        "add_qkv_bias": bool(hf.get(family.qkv_bias_key or "", family.qkv_bias)),
+        "qk_layernorm": bool(hf.get("use_qk_norm", family.qk_norm)),
         "position_embedding_type": "rope",
         "rotary_base": int(theta) if float(theta).is_integer() else theta,
         "rotary_percent": hf.get("partial_rotary_factor") or 1.0,
@@ -70,7 +75,9 @@ def model_values(hf: HfModel) -> dict[str, Any]:
         **expert_values(hf),
     }
     scaling = hf.get("rope_scaling")
-    if scaling and scaling["rope_type"] == "llama3":
+    if family.latent_attention:
+        values.update(latent_values(hf))
+    elif scaling and scaling["rope_type"] == "llama3":
         values.update(use_rope_scaling=True, rope_scaling_factor=scaling["factor"])
     elif scaling and scaling["rope_type"] == "linear":
         values.update(rotary_seq_len_interpolation_factor=scaling["factor"])
@@ -100,11 +107,14 @@ def check_model_values(
         given["rope_scaling_factor"] = given["rotary_scaling_factor"]
     if "moe_layer_freq" in derived:
         given["moe_layer_freq"] = layer_pattern(given["moe_layer_freq"], derived["num_layers"])
+    names = _HF_NAMES | QWEN_NAMES if hf.model_type.startswith("qwen") else _HF_NAMES
+    latent = FAMILIES[hf.model_type].latent_attention
+    ignored = _NOT_COMPARED | _WITHOUT_EFFECT_ON_LATENTS if latent else _NOT_COMPARED
     for dest, expected in derived.items():
-        if dest not in explicit or dest in _NOT_COMPARED or given[dest] == expected:
+        if dest not in explicit or dest in ignored or given[dest] == expected:
             continue
         flag = _FLAGS.get(dest, "--" + dest.replace("_", "-"))
-        name = _HF_NAMES.get(dest, dest)
+        name = names.get(dest, dest)
         problems.append(
             f"{flag} gives {dest} = {given[dest]!r}, but {name} in {hf.path}/config.json "
             f"({hf.get(name)!r}) means {expected!r}; leave the flag out or use the matching checkpoint"
@@ -119,14 +129,17 @@ def _unsupported(hf: HfModel) -> list[str]:
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         problems.append(f"{where}: hidden_act {activation!r} is not supported; accepted: silu")
-    scaling = hf.get("rope_scaling")
-    if scaling and scaling["rope_type"] not in ("llama3", "linear"):
+    family, scaling = FAMILIES[hf.model_type], hf.get("rope_scaling")
+    problems += [f"{where}: {problem}" for problem in unsupported_experts(hf)]
+    if family.latent_attention:
+        problems += [f"{where}: {problem}" for problem in unsupported_latent(hf)]
+    elif scaling and scaling["rope_type"] not in ("llama3", "linear"):
         problems.append(
             f"{where}: rope_scaling of type {scaling['rope_type']!r} is not supported; accepted: llama3, linear, none"
         )
     if hf.get("mlp_bias", False):
         problems.append(f"{where}: mlp_bias is not supported")
-    if hf.get("attention_bias", False) and not FAMILIES[hf.model_type].qkv_bias:
+    if hf.get("attention_bias", False) and family.qkv_bias_key != "attention_bias":
         problems.append(f"{where}: attention_bias is not supported for {hf.model_type}")
     if hf.get("use_sliding_window", False):
         problems.append(f"{where}: sliding-window attention is not supported; set use_sliding_window to false")

@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron.attention import CoreAttention
 from slime.backends.megatron.experts import GroupedExperts
+from slime.backends.megatron.latent import LatentAttention
 
 
 def torch_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
@@ -41,10 +42,11 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     for spec in {id(spec): spec for spec in block.layer_specs}.values():
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = torch_norm
-        attention = layer.self_attention.submodules
-        attention.core_attention = CoreAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = torch_norm
+        layer.self_attention.submodules.core_attention = CoreAttention
+        if config.multi_latent_attention:
+            layer.self_attention.module = LatentAttention
+        elif config.qk_layernorm:
+            layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = torch_norm
         mixture = layer.mlp.keywords["submodules"]
         if config.moe_grouped_gemm and isinstance(mixture, MoESubmodules):
             mixture.experts = partial(GroupedExperts, **mixture.experts.keywords)

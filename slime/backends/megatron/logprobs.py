@@ -1,9 +1,9 @@
 """Log-probs and entropy of chosen tokens from vocabulary-parallel logits.
 
-Works in fp32 on chunks of rows: besides the logits themselves only per-row scalars outlive the
-forward, so that no second full copy of the logits exists, and the backward may write the gradient
-over them. Owns nothing of the model; a row of logits may serve several tokens (continuations of one
-prompt). Tests hold: values and gradients equal a float64 ``log_softmax`` for any chunk size and any
+Works in fp32 on chunks of rows (``vocab_chunks``): besides the logits themselves only per-row scalars
+outlive the forward, so that no second full copy of the logits exists, and the backward may write the
+gradient over them. Owns nothing of the model; a row of logits may serve several tokens (continuations of
+one prompt). Tests hold: values and gradients equal a float64 ``log_softmax`` for any chunk size and any
 split of the vocabulary over ranks.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from slime.backends.megatron.vocab_chunks import row_statistics, softmax_gradient
 
 # Rows per chunk when none is asked for: temporaries stay in the cache of a CPU core, and on a GPU are
 # large enough to keep it busy.
@@ -69,7 +71,8 @@ def score_tokens(
         shard: The columns of ``logits``.
         rows: ``[R]`` int64 row of ``logits`` that predicts each target; None means row r for target r.
         temperature: Divides the logits.
-        chunk_size: Rows per chunk; -1 picks one.
+        chunk_size: Rows whose fp32 temporaries may exist at a time (two for the one row in hand when the
+            entropy is asked for); -1 picks a number.
         with_entropy: Also return the entropy of each target's distribution.
         reuse_logits: Let the backward write the gradient over ``logits``; only when nothing else
             reads them and the backward runs once.
@@ -80,11 +83,16 @@ def score_tokens(
     if rows is None:
         rows = torch.arange(len(targets), device=targets.device)
     if chunk_size <= 0:
-        budget = AUTO_CHUNK_ELEMENTS.get(logits.device.type, AUTO_CHUNK_ELEMENTS["cuda"])
-        chunk_size = max(1, budget // max(logits.size(1), 1))
+        chunk_size = automatic_chunk(logits.device, logits.size(1))
     options = _Options(shard, 1.0 / temperature, chunk_size, with_entropy, reuse_logits)
     log_probs, entropy = _ScoreTokens.apply(logits, targets, rows, options)
     return TokenScores(log_probs=log_probs, entropy=entropy.index_select(0, rows) if with_entropy else None)
+
+
+def automatic_chunk(device: torch.device, num_columns: int) -> int:
+    """Rows per chunk when none is asked for."""
+    budget = AUTO_CHUNK_ELEMENTS.get(device.type, AUTO_CHUNK_ELEMENTS["cuda"])
+    return max(1, budget // max(num_columns, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +116,14 @@ class _ScoreTokens(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shard, scale = options.shard, options.inverse_temperature
         dtype = options.accumulate_dtype(logits)
-        peak, log_sum, mean_logit = _row_statistics(logits, options)
+        ctx.set_materialize_grads(False)
+        peak, log_sum, entropy = _row_statistics(logits, options)
         log_normaliser = log_sum + peak
         column, held = _local_columns(targets, shard)
         chosen = logits[rows, column].to(dtype) * scale
         chosen = torch.where(held, chosen, chosen.new_zeros(()))
         if shard.group is not None:
             dist.all_reduce(chosen, group=shard.group)
-        entropy = log_normaliser - mean_logit if options.with_entropy else log_normaliser.new_zeros(0)
         ctx.options = options
         ctx.save_for_backward(logits, targets, rows, log_normaliser, entropy)
         if not options.with_entropy:
@@ -125,30 +133,30 @@ class _ScoreTokens(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
         logits, targets, rows, log_normaliser, entropy = ctx.saved_tensors
         options: _Options = ctx.options
         shard, scale = options.shard, options.inverse_temperature
         grad_logits = logits.detach() if options.reuse_logits else torch.empty_like(logits)
-        grad_log_probs = grad_log_probs.to(log_normaliser.dtype)
+        # A loss may use only one of the two.
+        used = log_normaliser.new_zeros(len(targets)) if grad_log_probs is None else grad_log_probs
+        grad_log_probs = used.to(log_normaliser.dtype)
         row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, grad_log_probs)
         column, held = _local_columns(targets, shard)
-        for start in range(0, len(logits), options.chunk):
-            span = slice(start, start + options.chunk)
-            z = logits[span, : shard.num_valid].to(log_normaliser.dtype) * scale - log_normaliser[span, None]
-            p = z.exp()
-            grad = p * -row_totals[span, None]
-            if options.with_entropy:
-                # dH/dx = -p (log p + H); p = 0 contributes nothing, though log p is -inf there.
-                slope = torch.where(p > 0, p * (z + entropy[span, None]), torch.zeros_like(p))
-                grad -= grad_entropy[span, None] * slope
+        chosen = _ByRow(rows, column, torch.where(held, grad_log_probs, torch.zeros_like(grad_log_probs)))
+        for span, grad in softmax_gradient(
+            logits[:, : shard.num_valid],
+            log_normaliser,
+            row_totals,
+            None if grad_entropy is None else (entropy, grad_entropy),
+            scale=scale,
+            chunk=options.chunk,
+        ):
             # The chosen entry is g (1 - p): adding g before rounding to the logits' dtype keeps the
             # digits that remain when p is close to 1.
-            inside = held & (rows >= start) & (rows < start + len(z))
-            index = torch.where(inside, (rows - start) * shard.num_valid + column, torch.zeros_like(rows))
-            share = torch.where(inside, grad_log_probs, torch.zeros_like(grad_log_probs))
-            if grad.numel():
-                grad.view(-1).scatter_add_(0, index, share)
+            chosen.add_to(grad, span)
             grad_logits[span, : shard.num_valid] = grad.mul_(scale)
         grad_logits[:, shard.num_valid :] = 0
         return grad_logits, None, None, None
@@ -161,25 +169,37 @@ def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     return torch.where(held, column, torch.zeros_like(column)), held
 
 
+class _ByRow:
+    """What the chosen tokens add to the gradient, found by spans of rows without looking at all of them."""
+
+    def __init__(self, rows: Tensor, column: Tensor, values: Tensor) -> None:
+        self._rows, order = rows.sort()
+        self._column, self._values = column[order], values[order]
+        self._host_rows = self._rows.cpu()  # one wait for the device per backward, none per span
+
+    def add_to(self, grad: Tensor, span: slice) -> None:
+        """Add to the gradient ``[C, n]`` of some rows."""
+        begin, end = torch.searchsorted(self._host_rows, torch.tensor([span.start, span.stop])).tolist()
+        if begin < end and grad.numel():
+            index = (self._rows[begin:end] - span.start) * grad.size(1) + self._column[begin:end]
+            grad.view(-1).scatter_add_(0, index, self._values[begin:end])
+
+
 def _row_statistics(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all shards, ``[U]`` each: largest logit, log of the sum of exponentials above it, mean logit."""
+    """Over all shards, ``[U]`` each: largest logit, log of the sum of exponentials above it, entropy (or nothing)."""
     shard, scale, dtype = options.shard, options.inverse_temperature, options.accumulate_dtype(logits)
     peak = logits.new_full((len(logits),), float("-inf"), dtype=dtype)
     if shard.num_valid:
         peak = logits[:, : shard.num_valid].amax(dim=1).to(dtype) * scale
     if shard.group is not None:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
-    sums = peak.new_zeros(2, len(logits))
-    for start in range(0, len(logits), options.chunk):
-        span = slice(start, start + options.chunk)
-        x = logits[span, : shard.num_valid].to(dtype) * scale
-        e = (x - peak[span, None]).exp_()
-        sums[0, span] = e.sum(dim=1)
-        if options.with_entropy:
-            sums[1, span] = torch.where(e > 0, e * x, torch.zeros_like(e)).sum(dim=1)
+    valid = logits[:, : shard.num_valid]
+    found = row_statistics(valid, peak, scale=scale, chunk=options.chunk, with_weighted=options.with_entropy)
+    sums = found.total[None] if found.weighted is None else torch.stack([found.total, found.weighted])
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)
-    return peak, sums[0].log(), sums[1] / sums[0]
+    log_sum = sums[0].log()
+    return peak, log_sum, log_sum - sums[1] / sums[0] if options.with_entropy else log_sum.new_zeros(0)
 
 
 def complete_over_context(local: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:

@@ -31,7 +31,7 @@ from megatron.training.training import (
 from slime.backends.megatron import optimizer_fixes
 from slime.backends.megatron.args import namespace
 from slime.backends.megatron.attention import PackedRow
-from slime.backends.megatron.layers import block_spec
+from slime.backends.megatron.layers import block_spec, routers
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.value_head import ValueHead, give_value_head
 from slime.config import Config
@@ -109,8 +109,8 @@ def policy_forward(
 
 
 def _rotary_frequencies(model: GPTModel, row: PackedRow) -> torch.Tensor | None:
-    """``[T / cp, 1, 1, d]`` angles at the positions of this rank's tokens."""
-    if model.position_embedding_type not in ("rope", "yarn"):
+    """``[T / cp, 1, 1, d]`` angles at the positions of this rank's tokens; latent attention has its own."""
+    if model.position_embedding_type not in ("rope", "yarn") or model.config.multi_latent_attention:
         return None
     length = -(-(row.max_position + 1) // ROTARY_TABLE_TOKENS) * ROTARY_TABLE_TOKENS
     # packed_seq: the whole table, not this context-parallel rank's part of it.
@@ -196,8 +196,17 @@ def build_model(
     if pre_wrap:
         pre_wrap(chunks)
     if args.fp16 or args.bf16:
-        chunks = [Float16Module(tf_config, chunk) for chunk in chunks]
+        chunks = [_half_precision(tf_config, chunk) for chunk in chunks]
     return _wrap(args, tf_config, chunks, parallel) if wrap_with_ddp else chunks
+
+
+def _half_precision(tf_config: TransformerConfig, chunk: MegatronModule) -> MegatronModule:
+    """Megatron's wrapper casts buffers too; the expert biases, which decide on routing, stay as they were."""
+    biases = [(router, router.expert_bias) for _, router in routers([chunk]) if router.enable_expert_bias]
+    wrapped = Float16Module(tf_config, chunk)
+    for router, bias in biases:
+        router.expert_bias = bias
+    return wrapped
 
 
 def _chunk(args: Any, tf_config: TransformerConfig, first: bool, last: bool, vp_stage: int | None) -> PolicyModel:

@@ -131,15 +131,15 @@ class PaddedPlan:
         Args:
             query: ``[T, h, d]``.
             key: ``[T, g, d]``; h is a multiple of g.
-            value: ``[T, g, d]``.
+            value: ``[T, g, v]``.
             scale: Factor of the scores.
             dropout: Probability with which an attention weight is dropped.
 
         Returns:
-            ``[T, h, d]``; zero at padding.
+            ``[T, h, v]``; zero at padding.
         """
-        if not self.batches:
-            return query * 0.0  # padding only; still part of the graph, so that a backward can run
+        if not self.batches:  # padding only; still part of the graph, so that a backward can run
+            return (query.sum(-1, keepdim=True) * 0.0).expand(-1, -1, value.size(-1))
         sizes = [batch.size * batch.length for batch in self.batches]
         padded = [self.slots.pad(x).split(sizes) for x in (query, key, value)]
         outputs = []
@@ -158,7 +158,7 @@ class PaddedPlan:
                 scale=scale,
                 enable_gqa=q.size(2) != k.size(2),
             )
-            outputs.append(output.transpose(1, 2).reshape(-1, *query.shape[1:]))
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
         return self.slots.unpad(torch.cat(outputs))
 
 

@@ -18,8 +18,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.logprobs import TokenScores, VocabShard, complete_over_context, score_tokens
+from slime.backends.megatron.logprobs import (
+    TokenScores,
+    VocabShard,
+    automatic_chunk,
+    complete_over_context,
+    score_tokens,
+)
 from slime.backends.megatron.parallel import ParallelState
+
+# Elements of logits and of the scores' buffers together that a recomputed head has at a time when nothing else
+# is asked: enough rows to keep a matrix product busy.
+AUTO_HEAD_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 # Shapes travel with the data (variable_seq_lengths); the schedule only wants some number here.
 ANY_LENGTH = 1
@@ -32,8 +42,9 @@ class ScoreSettings:
     Args:
         vocab_size: Real tokens; padded columns of the head take part in nothing.
         temperature: Divides the logits.
-        chunk_size: Rows of logits handled at once; -1 picks a number.
-        recompute: Recompute head and scores in the backward, chunk by chunk, instead of keeping logits.
+        chunk_size: Rows of logits whose fp32 temporaries, and with ``recompute`` the logits themselves, may
+            exist at a time; -1 picks a number.
+        recompute: Never keep logits: run head and scores chunk by chunk, and again in the backward.
         half: The model computes in half precision (its outputs then stay in it).
     """
 
@@ -153,6 +164,11 @@ class ModelPasses:
             micro_batch, TokenScores(log_probs=output[0], entropy=output[1] if with_entropy else None)
         )
 
+    @property
+    def keeps_no_logits(self) -> bool:
+        """Whether passes are to let the head return scores: ``fused_scores``."""
+        return self._settings.recompute
+
     def _shard(self, num_columns: int) -> VocabShard:
         parallel = self.parallel
         group = parallel.tp_group if parallel.tp_size > 1 else None
@@ -173,7 +189,7 @@ class ModelPasses:
     ) -> Tensor:
         """``[1 or 2, r]`` log-probs (and entropy) of hidden states ``[r, H]``, keeping no logits."""
         settings = self._settings
-        size = settings.chunk_size if settings.chunk_size > 0 else max(len(hidden), 1)
+        size = self._head_rows(hidden.device)
 
         def score(states: Tensor, targets: Tensor) -> Tensor:
             logits = project(states)
@@ -182,7 +198,7 @@ class ModelPasses:
                 targets,
                 self._shard(logits.size(1)),
                 temperature=settings.temperature,
-                chunk_size=settings.chunk_size,
+                chunk_size=min(size, automatic_chunk(logits.device, logits.size(1))),
                 with_entropy=with_entropy,
                 reuse_logits=True,
             )
@@ -190,6 +206,13 @@ class ModelPasses:
 
         spans = zip(hidden.split(size), micro_batch.targets.split(size), strict=True)
         return torch.cat([checkpoint(score, h, t, use_reentrant=False) for h, t in spans], dim=1)
+
+    def _head_rows(self, device: torch.device) -> int:
+        """Rows per chunk of a head that keeps no logits; the logits are one half, the scores' buffers the other."""
+        columns = -(-self._settings.vocab_size // self.parallel.tp_size)
+        automatic = AUTO_HEAD_ELEMENTS.get(device.type, AUTO_HEAD_ELEMENTS["cuda"]) // columns
+        chunk = self._settings.chunk_size if self._settings.chunk_size > 0 else automatic
+        return max(1, chunk // 2)
 
 
 def _finish(

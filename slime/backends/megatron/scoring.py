@@ -86,15 +86,18 @@ def score_rollout(
     Returns:
         Columns; empty on all but the last pipeline stage.
     """
+    fused = passes.keeps_no_logits
 
-    def finish(micro_batch: MicroBatch, logits: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        scores = passes.score(micro_batch, logits, with_entropy=with_entropy)
+    def finish(micro_batch: MicroBatch, output: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        read = passes.unpack_fused if fused else passes.score
+        scores = read(micro_batch, output, with_entropy=with_entropy)
         entropy = {} if scores.entropy is None else micro_batch.unflatten(scores.entropy)
         return micro_batch.unflatten(scores.log_probs), entropy
 
     log_probs: Column = {}
     entropies: Column = {}
-    for found, entropy in passes.run(micro_batches, finish, forward_only=True):
+    passed = passes.run(micro_batches, finish, forward_only=True, fused_scores=fused, with_entropy=with_entropy)
+    for found, entropy in passed:
         log_probs |= found
         entropies |= entropy
     return log_probs, entropies if with_entropy else None

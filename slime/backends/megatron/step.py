@@ -119,8 +119,11 @@ class TrainStep:
 
     def reset_states(self) -> None:
         """Forget the moments of every parameter, as if the optimizer were new."""
-        for part in self._parts:
-            for state in part.optimizer.state.values():
+        trained = [
+            part.optimizer for part in self._parts if part.optimizer is not None
+        ]  # None: no expert on this stage
+        for optimizer in trained:
+            for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
                         value.zero_()
@@ -136,7 +139,7 @@ class TrainStep:
         algorithm, passes = context.config.algorithm, self._passes
         critic = context.config.role == "critic"
         custom = algorithm.loss_type == "custom_loss" and not critic
-        fused = context.config.train.recompute_loss_function and not custom and not critic
+        fused = passes.keeps_no_logits and not custom and not critic
         with_entropy = algorithm.loss_type == "policy_loss"
         loss_of = policy_loss if algorithm.loss_type == "policy_loss" else supervised_loss
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from slime.backends.megatron.layout import PackedLayout
 
@@ -51,7 +52,10 @@ class VarlenPlan:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, dropout: float = 0.0
     ) -> torch.Tensor:
-        """As ``PaddedPlan.attend``; there is no dropout in this kernel."""
+        """As ``PaddedPlan.attend``; there is no dropout in this kernel.
+
+        The kernel has one head size: narrower heads, the values of multi-latent attention, are padded.
+        """
         from torch.nn.attention.varlen import varlen_attn  # has no CPU implementation; absent before torch 2.10
 
         assert not dropout, "variable-length attention has no dropout"
@@ -61,20 +65,22 @@ class VarlenPlan:
             repeats = query.size(1) // key.size(1)
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         picked = query if self.queries is None else query.index_select(0, self.queries)
+        width = max(query.size(-1), value.size(-1))
+        picked, key, padded = (F.pad(x, (0, width - x.size(-1))) for x in (picked, key, value))
         output = varlen_attn(
             picked,
             key,
-            value,
+            padded,
             self.cu_queries,
             self.cu_keys,
             self.max_queries,
             self.max_keys,
             scale=scale,
             window_size=(-1, 0),
-        )
+        )[..., : value.size(-1)]
         if self.queries is None:
             return output
-        return torch.zeros_like(query).index_copy(0, self.queries, output)
+        return output.new_zeros(query.size(0), *output.shape[1:]).index_copy(0, self.queries, output)
 
 
 def _pieces(layout: PackedLayout, index: torch.Tensor) -> Iterator[Piece]:

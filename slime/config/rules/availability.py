@@ -49,11 +49,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_top_p": _DEFAULT_ONLY,
     "multimodal_keys": _DEFAULT_ONLY,
     # Objective
-    "advantage_estimator": ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    "value_clip": _DEFAULT_ONLY,
-    "lambd": _DEFAULT_ONLY,
-    "num_critic_only_steps": _DEFAULT_ONLY,
-    "megatron_config_path": _DEFAULT_ONLY,
     "use_routing_replay": _DEFAULT_ONLY,
     "use_rollout_routing_replay": _DEFAULT_ONLY,
     "use_stateless_adam": _DEFAULT_ONLY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.config.draft import Draft
-from slime.config.sections.algorithm import WHITENED_ESTIMATORS
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS, WHITENED_ESTIMATORS
 
 
 def check_objective(draft: Draft) -> None:
@@ -16,7 +16,9 @@ def check_objective(draft: Draft) -> None:
     if algorithm.use_rollout_routing_replay:
         algorithm = replace(algorithm, use_routing_replay=True)
     draft.algorithm = algorithm
-    draft.problems += _kl_problems(draft) + _correction_problems(draft) + _hook_problems(draft)
+    draft.problems += (
+        _critic_problems(draft) + _kl_problems(draft) + _correction_problems(draft) + _hook_problems(draft)
+    )
     if algorithm.tis_clip_low > algorithm.tis_clip:
         draft.problems.append(
             f"--tis-clip-low {algorithm.tis_clip_low:g} must not be larger than --tis-clip {algorithm.tis_clip:g}"
@@ -30,6 +32,28 @@ def check_objective(draft: Draft) -> None:
             f"--advantage-estimator cispo with --eps-clip {algorithm.eps_clip:g}: CISPO is meant to clip only from "
             "above; --eps-clip 1 or more turns the lower bound off"
         )
+
+
+def _critic_problems(draft: Draft) -> list[str]:
+    algorithm, rollouts = draft.algorithm, draft.data.num_rollout
+    if algorithm.advantage_estimator not in CRITIC_ESTIMATORS:
+        if algorithm.num_critic_only_steps:
+            draft.notices.append(
+                f"--num-critic-only-steps {algorithm.num_critic_only_steps} has no effect without "
+                f"--advantage-estimator {', '.join(sorted(CRITIC_ESTIMATORS))}"
+            )
+        return []
+    if rollouts is not None and 0 < rollouts <= algorithm.num_critic_only_steps:
+        draft.notices.append(
+            f"--num-critic-only-steps {algorithm.num_critic_only_steps}: all {rollouts} rollouts train only the critic"
+        )
+    if not algorithm.compute_advantages_and_returns:
+        problem = (
+            f"--advantage-estimator {algorithm.advantage_estimator} trains a critic on returns; remove "
+            "--disable-compute-advantages-and-returns, or use an estimator without a critic"
+        )
+        return [problem]
+    return []
 
 
 def _kl_problems(draft: Draft) -> list[str]:

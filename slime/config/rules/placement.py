@@ -7,6 +7,7 @@ from dataclasses import replace
 from slime.config.draft import Draft
 from slime.config.layout import plan_layout
 from slime.config.sections import ClusterConfig
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS
 
 
 def resolve_placement(draft: Draft) -> None:
@@ -104,11 +105,12 @@ def _offload(draft: Draft) -> None:
         if contradicted:
             draft.problems.append(f"--offload and {contradicted[0]} contradict each other; remove one")
         cluster = replace(cluster, offload_train=True, offload_rollout=True)
-    default = cluster.colocate
+    # Actor and critic share their devices whatever the engines do.
+    train = cluster.colocate or draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS
     cluster = replace(
         cluster,
-        offload_train=default if cluster.offload_train is None else cluster.offload_train,
-        offload_rollout=default if cluster.offload_rollout is None else cluster.offload_rollout,
+        offload_train=train if cluster.offload_train is None else cluster.offload_train,
+        offload_rollout=cluster.colocate if cluster.offload_rollout is None else cluster.offload_rollout,
     )
     draft.cluster = _keep_trainer_on_gpu(draft, cluster) if cluster.device == "cuda" else cluster
 
@@ -123,10 +125,15 @@ def _keep_trainer_on_gpu(draft: Draft, cluster: ClusterConfig) -> ClusterConfig:
             f"{asked[0]}: moving the training state off a GPU is part of the interface but not available in this "
             "version; use --offload-rollout alone"
         )
-    elif cluster.offload_train:
+    elif cluster.offload_train and cluster.colocate:
         draft.notices.append(
             "--colocate: the training state stays on the GPU while generating (moving it off is not available in "
             "this version), so it needs room beside the engines"
+        )
+    if cluster.offload_train and draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS:
+        draft.notices.append(
+            f"--advantage-estimator {draft.algorithm.advantage_estimator}: actor and critic share the trainer's GPUs "
+            "and both stay on them (moving one off is not available in this version)"
         )
     return replace(cluster, offload_train=False)
 
@@ -175,5 +182,8 @@ def _say_what_runs(draft: Draft) -> None:
         return
     engines = (cluster.rollout_num_gpus or 0) // cluster.rollout_num_gpus_per_engine
     trainers = 0 if draft.debug.debug_rollout_only else cluster.world_size
+    critics = f", {trainers} critic" if trainers and draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS else ""
     why = "--device cpu" if "device" in draft.given else "no CUDA device"
-    draft.notices.append(f"{why}: {trainers} trainer and {engines} engine processes run on the CPU, trainers over gloo")
+    draft.notices.append(
+        f"{why}: {trainers} trainer{critics} and {engines} engine processes run on the CPU, trainers over gloo"
+    )

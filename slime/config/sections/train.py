@@ -39,7 +39,8 @@ class TrainConfig(Section):
         doc="Hook (args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before each step.",
     )
     recompute_loss_function: bool = flag(
-        False, doc="Recompute the loss in the backward pass instead of keeping the logits."
+        False,
+        doc="Never hold all logits of a micro-batch: compute them chunk by chunk, and again in the backward pass.",
     )
     max_skipped_steps: int = flag(
         5,
@@ -47,7 +48,11 @@ class TrainConfig(Section):
         doc="End the run when this many optimizer steps in a row were skipped because the loss or the gradient norm "
         "was not finite; 0 never does.",
     )
-    log_probs_chunk_size: int = flag(-1, doc="Compute log-probs over chunks of this many tokens; -1: at once.")
+    log_probs_chunk_size: int = flag(
+        -1,
+        doc="Tokens whose fp32 temporaries of the log-probs may exist at a time, and with --recompute-loss-function "
+        "their logits; -1 picks a number that keeps the device busy.",
+    )
     share_prompt_prefix: bool | None = flag(
         None,
         doc="Pack a prompt once in front of all its responses of a micro-batch. Default: on without context "

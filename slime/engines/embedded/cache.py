@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from slime.engines.embedded.shape import ModelShape
+from slime.engines.embedded.kv import CacheShape, KvBlock
 
 if TYPE_CHECKING:
     from slime.engines.embedded.prefix import PrefixEntry
@@ -51,7 +50,8 @@ class Row:
     """Keys and values of one running sequence.
 
     ``length`` tokens are in row ``index`` of ``slab``. If ``shared`` is set, they follow the first ``shared_length``
-    tokens of that prompt, which the rows of a group read from one place.
+    tokens of that prompt, which the rows of a group read from one place. ``generation`` is that of the oldest weights
+    that any of them was computed with.
     """
 
     slab: Slab
@@ -59,6 +59,12 @@ class Row:
     length: int
     shared: PrefixEntry | None = None
     shared_length: int = 0
+    generation: int = 0
+
+    @property
+    def kv(self) -> KvBlock:
+        """The row's own tokens."""
+        return self.slab.kv.row(self.index).span(0, self.length)
 
     @property
     def position(self) -> int:
@@ -68,30 +74,29 @@ class Row:
 
 @dataclass(eq=False)
 class Slab:
-    """``k`` and ``v`` ``[layers, rows, kv heads, width, head_dim]``; the first ``len(rows)`` rows are live."""
+    """Memory of rows of up to ``width`` tokens; the first ``len(rows)`` rows are live."""
 
     width: int
-    k: Tensor
-    v: Tensor
+    kv: KvBlock
     rows: list[Row] = field(default_factory=list[Row])
 
     @property
     def tokens(self) -> int:
         """Allocated tokens."""
-        return self.k.shape[1] * self.width
+        return self.kv.num_rows * self.width
 
 
 class SlabPool:
     """All slabs of one engine.
 
     Args:
-        shape: Sizes of the model.
+        shape: What is kept of a token.
         dtype: Of keys and values.
         device: Where they live.
         budget: Shared with the prefix cache.
     """
 
-    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, budget: KvBudget) -> None:
+    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, budget: KvBudget) -> None:
         self._shape = shape
         self._dtype = dtype
         self._device = device
@@ -105,7 +110,7 @@ class SlabPool:
             KvFullError: No memory for it.
         """
         slab = self._slab(max(length + 1, capacity))
-        if len(slab.rows) == slab.k.shape[1]:
+        if len(slab.rows) == slab.kv.num_rows:
             self._grow(slab)
         row = Row(slab, len(slab.rows), length)
         slab.rows.append(row)
@@ -116,8 +121,7 @@ class SlabPool:
         slab = row.slab
         last = slab.rows.pop()
         if last is not row:
-            slab.k[:, row.index, :, : last.length] = slab.k[:, last.index, :, : last.length]
-            slab.v[:, row.index, :, : last.length] = slab.v[:, last.index, :, : last.length]
+            slab.kv.row(row.index).span(0, last.length).copy_(last.kv)
             slab.rows[row.index] = last
             last.index = row.index
         row.index = -1
@@ -131,8 +135,7 @@ class SlabPool:
         if row.length < row.slab.width:
             return
         wider = self.add(row.length, row.slab.width + 1)
-        wider.slab.k[:, wider.index, :, : row.length] = row.slab.k[:, row.index, :, : row.length]
-        wider.slab.v[:, wider.index, :, : row.length] = row.slab.v[:, row.index, :, : row.length]
+        wider.kv.copy_(row.kv)
         self.remove(row)
         row.slab, row.index = wider.slab, wider.index
         row.slab.rows[row.index] = row
@@ -142,9 +145,8 @@ class SlabPool:
         before = sum(slab.tokens for slab in self.slabs.values())
         self.slabs = {width: slab for width, slab in self.slabs.items() if slab.rows}
         for slab in self.slabs.values():
-            live = len(slab.rows)
-            if live < slab.k.shape[1]:
-                slab.k, slab.v = slab.k[:, :live].clone(), slab.v[:, :live].clone()
+            if len(slab.rows) < slab.kv.num_rows:
+                slab.kv = slab.kv.first_rows(len(slab.rows)).clone()
         freed = before - sum(slab.tokens for slab in self.slabs.values())
         self._budget.give_back(freed)
         return freed
@@ -155,25 +157,19 @@ class SlabPool:
             width *= 2
         slab = self.slabs.get(width)
         if slab is None:
-            slab = Slab(width, *self._allocate(0, width))
+            slab = Slab(width, self._allocate(0, width))
             self.slabs[width] = slab
         return slab
 
     def _grow(self, slab: Slab) -> None:
-        rows = slab.k.shape[1]
+        rows = slab.kv.num_rows
         more = max(rows, _FIRST_ROWS)
         while more > 1 and self._budget.used + more * slab.width > self._budget.capacity:
             more //= 2
         self._budget.reserve(more * slab.width)
-        k, v = self._allocate(rows + more, slab.width)
-        k[:, :rows] = slab.k
-        v[:, :rows] = slab.v
-        slab.k, slab.v = k, v
+        larger = self._allocate(rows + more, slab.width)
+        larger.first_rows(rows).copy_(slab.kv)
+        slab.kv = larger
 
-    def _allocate(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        # Zeros, not empty: a masked position must hold a finite value, or 0 * NaN reaches the result.
-        size = (self._shape.num_layers, rows, self._shape.num_kv_heads, width, self._shape.head_dim)
-        return (
-            torch.zeros(size, dtype=self._dtype, device=self._device),
-            torch.zeros(size, dtype=self._dtype, device=self._device),
-        )
+    def _allocate(self, rows: int, width: int) -> KvBlock:
+        return self._shape.allocate(width, rows=rows, dtype=self._dtype, device=self._device)

@@ -227,7 +227,7 @@ class Control:
         action = parse_message(api.WeightsCheckerMessage, await read_json(request)).action
         weights = self._engine.model.weights
         if action == "reset_tensors":
-            await self._on_worker(weights.reset)
+            await self._on_worker(self._engine.reset_weights)
             return json_reply(
                 {"success": True, "message": "every tensor is zero", "ranks": [], "per_engine_checksum": None}
             )

@@ -241,6 +241,11 @@ class Engine:
         if message.weight_version is not None:
             self.scheduler.weight_version = message.weight_version
 
+    def reset_weights(self) -> None:
+        """Set every weight to zero, so that a later update can be shown to fill them all."""
+        self.scheduler.forget_prefixes()
+        self.model.weights.reset()
+
     def set_version(self, version: str, abort_all: bool) -> None:
         """Rename the present weights."""
         if abort_all:

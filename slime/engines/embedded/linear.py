@@ -112,3 +112,25 @@ class Linear:
     def release(self) -> None:
         """Free the weight."""
         self._weight = None
+
+
+class Homes:
+    """Makes homes of one dtype on one device.
+
+    Args:
+        dtype: Of weights and activations.
+        device: Where they live.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def plain(self, *shape: int, dtype: torch.dtype | None = None) -> Plain:
+        """A tensor that is used as it is stored, in another dtype if one is given."""
+        return Plain(*shape, dtype=dtype or self.dtype, device=self.device)
+
+    def linear(self, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
+        """A linear layer."""
+        home = self.plain(out_features) if bias else None
+        return Linear(out_features, in_features, bias=home, dtype=self.dtype, device=self.device)

@@ -1,39 +1,51 @@
 """The decoder: one forward pass over prompt chunks and live rows together.
 
-Linear layers run over all tokens of the step at once, whoever they belong to; only attention tells prompts from rows.
-The head runs on the asked-for positions only. Tests hold: logits equal those of transformers in float32, and a request
-gets the same results alone and among others.
+Everything but attention runs over all tokens of the step at once, whoever they belong to; only attention tells prompts
+from rows. The head runs on the asked-for positions only. Tests hold: logits equal those of transformers in float32, and
+a request gets the same results alone and among others.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slime.engines.embedded.attention import DecodeAttention, PromptAttention
-from slime.engines.embedded.linear import Linear, Plain
-from slime.engines.embedded.shape import ModelShape, inverse_frequencies
-from slime.engines.embedded.weights import Slot, WeightStore
+from slime.engines.embedded.experts import ExpertMlp, GatedMlp
+from slime.engines.embedded.grouped import GroupedAttention
+from slime.engines.embedded.kv import ROUTE_DTYPE
+from slime.engines.embedded.latent import LatentAttention
+from slime.engines.embedded.linear import Homes
+from slime.engines.embedded.norm import Norm
+from slime.engines.embedded.rope import RotationTable
+from slime.engines.embedded.shape import ModelShape
+from slime.engines.embedded.weights import Slot, WeightStore, named_rows
 
 
-@dataclass(slots=True)
 class _Layer:
-    input_norm: Plain
-    qkv: Linear
-    q_norm: Plain | None
-    k_norm: Plain | None
-    o: Linear
-    post_norm: Plain
-    gate_up: Linear
-    down: Linear
+    def __init__(self, shape: ModelShape, index: int, homes: Homes) -> None:
+        hidden, eps, experts = shape.hidden_size, shape.rms_norm_eps, shape.experts
+        self.input_norm = Norm(hidden, eps, homes)
+        self.attention = GroupedAttention(shape, homes) if shape.latent is None else LatentAttention(shape, homes)
+        self.post_norm = Norm(hidden, eps, homes)
+        self.mlp: GatedMlp | ExpertMlp
+        if experts is not None and index in experts.layers:
+            self.mlp = ExpertMlp(shape, experts, homes)
+        else:
+            self.mlp = GatedMlp(hidden, shape.intermediate_size, homes, bias=shape.mlp_bias)
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        return {
+            **self.input_norm.slots(prefix + "input_layernorm"),
+            **self.attention.slots(prefix + "self_attn."),
+            **self.post_norm.slots(prefix + "post_attention_layernorm"),
+            **self.mlp.slots(prefix + "mlp."),
+        }
 
 
 class Decoder:
-    """A Llama, Qwen2 or Qwen3 decoder.
+    """A decoder of one of the known architectures.
 
     Args:
         shape: Sizes and switches.
@@ -45,12 +57,12 @@ class Decoder:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        self._embed = self._plain(shape.vocab_size, shape.hidden_size)
-        self._layers = [self._layer() for _ in range(shape.num_layers)]
-        self._norm = self._plain(shape.hidden_size)
-        self._head = self._linear(shape.vocab_size, shape.hidden_size, bias=False)
-        self._inverse = inverse_frequencies(shape).to(device)
-        self._cos, self._sin = self._rotations(0)
+        homes = Homes(dtype, device)
+        self._embed = homes.plain(shape.vocab_size, shape.hidden_size)
+        self._layers = [_Layer(shape, i, homes) for i in range(shape.num_layers)]
+        self._norm = Norm(shape.hidden_size, shape.rms_norm_eps, homes)
+        self._head = homes.linear(shape.vocab_size, shape.hidden_size)
+        self._rotations = RotationTable(shape.rope, dtype=dtype, device=device)
         self.weights = self._store()
 
     def forward(
@@ -62,7 +74,7 @@ class Decoder:
         split: int,
         wanted: Tensor,
     ) -> Tensor:
-        """Run one step.
+        """Run one step; keys, values and experts of its tokens are kept by ``prompts`` and ``decode``.
 
         Args:
             tokens: ``[T]`` int64, prompt chunks first, then one token per live row.
@@ -75,96 +87,54 @@ class Decoder:
         Returns:
             ``[R, V]`` logits in the model's dtype.
         """
-        self._extend_rotations(positions)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self._rotations.at(positions)
         residual = F.embedding(tokens, self._embed.data)
+        routes = self._new_routes(len(tokens))
         for i, layer in enumerate(self._layers):
-            q, k, v = self._project(layer, self._normed(residual, layer.input_norm), cos, sin)
+            q, k, v = layer.attention.project(layer.input_norm(residual), cos, sin)
             mixed = _attention(i, q, k, v, prompts, decode, split)
-            if i == len(self._layers) - 1:  # later work is row by row: drop the rows that nobody asked for
+            # Work behind the last attention is row by row, so only rows that were asked for need it; but every
+            # token has experts.
+            is_last = i == len(self._layers) - 1
+            if is_last and isinstance(layer.mlp, GatedMlp):
                 mixed, residual = mixed[wanted], residual[wanted]
-            residual = residual + layer.o(mixed)
-            gate, up = layer.gate_up(self._normed(residual, layer.post_norm)).chunk(2, dim=-1)
-            residual = residual + layer.down(F.silu(gate) * up)
-        return self._head(self._normed(residual, self._norm))
+            residual = residual + layer.attention.output(mixed)
+            x = layer.post_norm(residual)
+            if isinstance(layer.mlp, GatedMlp):
+                residual = residual + layer.mlp(x)
+                continue
+            routing = layer.mlp.route(x)
+            if routes is not None:
+                routes[:, i] = routing.experts.to(routes.dtype)
+            if is_last:
+                x, residual, routing = x[wanted], residual[wanted], routing.of(wanted)
+            residual = residual + layer.mlp(x, routing)
+        if routes is not None:
+            _keep_routes(routes, prompts, decode, split)
+        return self._head(self._norm(residual))
 
-    def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shape = self.shape
-        qkv = layer.qkv(x)
-        heads = qkv.view(x.shape[0], -1, shape.head_dim)
-        rotated, v = heads[:, : -shape.num_kv_heads], heads[:, -shape.num_kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self._normed(rotated[:, : shape.num_heads], layer.q_norm)
-            rotated = torch.cat((q, self._normed(rotated[:, shape.num_heads :], layer.k_norm)), dim=1)
-        rotated = torch.addcmul(rotated * cos, torch.roll(rotated, shape.head_dim // 2, -1), sin)
-        return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], v
-
-    def _normed(self, x: Tensor, weight: Plain) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight.data, self.shape.rms_norm_eps)
-
-    def _rotations(self, length: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(length, device=self.device).float()[:, None] * self._inverse
-        sin = angles.sin()
-        # The sign of "rotate half" is in the table, so that a plain roll of the channels is enough.
-        return torch.cat((angles.cos(),) * 2, -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)
-
-    def _extend_rotations(self, positions: Tensor) -> None:
-        needed = int(positions.max()) + 1
-        if needed > self._cos.shape[0]:
-            self._cos, self._sin = self._rotations(max(1024, 1 << (needed - 1).bit_length()))
-
-    def _plain(self, *shape: int) -> Plain:
-        return Plain(*shape, dtype=self.dtype, device=self.device)
-
-    def _linear(self, out_features: int, in_features: int, *, bias: bool) -> Linear:
-        bias_home = self._plain(out_features) if bias else None
-        return Linear(out_features, in_features, bias=bias_home, dtype=self.dtype, device=self.device)
-
-    def _layer(self) -> _Layer:
-        s = self.shape
-        return _Layer(
-            input_norm=self._plain(s.hidden_size),
-            qkv=self._linear(s.q_size + 2 * s.kv_size, s.hidden_size, bias=s.qkv_bias),
-            q_norm=self._plain(s.head_dim) if s.qk_norm else None,
-            k_norm=self._plain(s.head_dim) if s.qk_norm else None,
-            o=self._linear(s.hidden_size, s.q_size, bias=s.o_bias),
-            post_norm=self._plain(s.hidden_size),
-            gate_up=self._linear(2 * s.intermediate_size, s.hidden_size, bias=s.mlp_bias),
-            down=self._linear(s.hidden_size, s.intermediate_size, bias=s.mlp_bias),
-        )
+    def _new_routes(self, num_tokens: int) -> Tensor | None:
+        experts = self.shape.experts
+        if experts is None:
+            return None
+        size = (num_tokens, self.shape.num_layers, experts.num_active)
+        return torch.zeros(size, dtype=ROUTE_DTYPE, device=self.device)
 
     def _store(self) -> WeightStore:
         s = self.shape
         slots: dict[str, Slot] = {"model.embed_tokens.weight": Slot(self._embed, 0, s.vocab_size)}
         for i, layer in enumerate(self._layers):
-            at = f"model.layers.{i}."
-            slots[at + "input_layernorm.weight"] = Slot(layer.input_norm, 0, s.hidden_size)
-            q_end, k_end = s.q_size, s.q_size + s.kv_size
-            cuts = (("q_proj", 0, q_end), ("k_proj", q_end, k_end), ("v_proj", k_end, k_end + s.kv_size))
-            slots |= _named(at + "self_attn.", layer.qkv, cuts)
-            slots |= _named(at + "self_attn.", layer.o, (("o_proj", 0, s.hidden_size),))
-            if layer.q_norm is not None and layer.k_norm is not None:
-                slots[at + "self_attn.q_norm.weight"] = Slot(layer.q_norm, 0, s.head_dim)
-                slots[at + "self_attn.k_norm.weight"] = Slot(layer.k_norm, 0, s.head_dim)
-            slots[at + "post_attention_layernorm.weight"] = Slot(layer.post_norm, 0, s.hidden_size)
-            middle = s.intermediate_size
-            slots |= _named(at + "mlp.", layer.gate_up, (("gate_proj", 0, middle), ("up_proj", middle, 2 * middle)))
-            slots |= _named(at + "mlp.", layer.down, (("down_proj", 0, s.hidden_size),))
-        slots["model.norm.weight"] = Slot(self._norm, 0, s.hidden_size)
+            slots |= layer.slots(f"model.layers.{i}.")
+        slots |= self._norm.slots("model.norm")
+        spare = tuple(f"model.layers.{s.num_layers + i}." for i in range(s.num_spare_layers))
         if s.tied:
             return WeightStore(
                 slots,
                 tied=[(self._embed, self._head)],
                 aliases={"lm_head.weight": "model.embed_tokens.weight"},
+                spare=spare,
             )
-        return WeightStore(slots | _named("", self._head, (("lm_head", 0, s.vocab_size),)))
-
-
-def _named(prefix: str, linear: Linear, cuts: Sequence[tuple[str, int, int]]) -> dict[str, Slot]:
-    slots = {f"{prefix}{name}.weight": Slot(linear, start, end) for name, start, end in cuts}
-    if linear.bias is not None:
-        slots |= {f"{prefix}{name}.bias": Slot(linear.bias, start, end) for name, start, end in cuts}
-    return slots
+        return WeightStore(slots | named_rows("", self._head, {"lm_head": None}), spare=spare)
 
 
 def _attention(
@@ -182,3 +152,10 @@ def _attention(
     if decode is None:
         return prompts(layer, q, k, v)
     return torch.cat((prompts(layer, q[:split], k[:split], v[:split]), decode(layer, q[split:], k[split:], v[split:])))
+
+
+def _keep_routes(routes: Tensor, prompts: PromptAttention | None, decode: DecodeAttention | None, split: int) -> None:
+    if prompts is not None:
+        prompts.keep_routes(routes[:split])
+    if decode is not None:
+        decode.keep_routes(routes[split:])

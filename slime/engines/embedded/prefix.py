@@ -3,7 +3,8 @@
 An entry holds the keys and values of one token sequence in one contiguous block, and the logits after its last token,
 so that a second request with the same prompt costs nothing before its first token. A radix tree over the token ids
 finds the entry with the longest match. Entries in use are counted; unused ones leave in least-recently-used order when
-memory is needed. Weight updates make every entry unfindable at once.
+memory is needed. Weight updates make every entry unfindable at once, and begin a new generation: what was computed,
+even in part, with the weights of an earlier one is never found.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 from torch import Tensor
 
 from slime.engines.embedded.cache import KvBudget
-from slime.engines.embedded.shape import ModelShape
+from slime.engines.embedded.kv import CacheShape, KvBlock
 
 TokenArray = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
 class PrefixEntry:
-    """Keys and values ``[layers, kv heads, tokens, head_dim]`` of ``tokens``; the first ``filled`` are computed."""
+    """What is kept of ``tokens``; the first ``filled`` are computed, none with weights older than ``generation``."""
 
     tokens: TokenArray
-    k: Tensor
-    v: Tensor
+    kv: KvBlock
+    generation: int
     filled: int = 0
     logits: Tensor | None = None
     """``[V]`` logits after the last token; None for a finished sequence, whose last token was never run."""
@@ -59,7 +60,7 @@ class PrefixCache:
     """All kept prompts of one engine.
 
     Args:
-        shape: Sizes of the model.
+        shape: What is kept of a token.
         dtype: Of keys and values.
         device: Where they live.
         budget: Shared with the slabs of running rows.
@@ -67,13 +68,14 @@ class PrefixCache:
     """
 
     def __init__(
-        self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, budget: KvBudget, enabled: bool = True
+        self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, budget: KvBudget, enabled: bool = True
     ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._device = device
         self._budget = budget
         self.is_enabled = enabled
+        self.generation = 0
         self._root = _Node(np.zeros(0, dtype=np.int32))
         self._by_age: OrderedDict[int, PrefixEntry] = OrderedDict()
 
@@ -106,14 +108,15 @@ class PrefixCache:
             KvFullError: No memory for it.
         """
         self._budget.reserve(len(tokens))
-        size = (self._shape.num_layers, self._shape.num_kv_heads, len(tokens), self._shape.head_dim)
-        k = torch.empty(size, dtype=self._dtype, device=self._device)
-        return PrefixEntry(tokens, k, torch.empty_like(k), users=1)
+        kv = self._shape.allocate(len(tokens), rows=None, dtype=self._dtype, device=self._device)
+        return PrefixEntry(tokens, kv, self.generation, users=1)
 
     def insert(self, entry: PrefixEntry) -> None:
-        """Make a complete entry findable; one that another entry contains already is left out."""
+        """Make a complete entry findable, unless it is of an earlier generation or another one contains it already."""
+        if not self.is_enabled or entry.generation != self.generation:
+            return
         matched, same = self.find(entry.tokens)
-        if not self.is_enabled or (matched == len(entry.tokens) and same is not None and _covers(same, entry)):
+        if matched == len(entry.tokens) and same is not None and _covers(same, entry):
             return
         entry.is_cached = True
         self._by_age[id(entry)] = entry
@@ -149,7 +152,8 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Forget every entry; those in use live until their last user is done."""
+        """Forget every entry and begin a new generation; entries in use live until their last user is done."""
+        self.generation += 1
         for entry in self._by_age.values():
             entry.is_cached = False
             if entry.users == 0:

@@ -1,4 +1,8 @@
-"""Prompts on their way into the cache: computed in chunks, once for all requests that wait for them."""
+"""Prompts on their way into the cache: computed in chunks, once for all requests that wait for them.
+
+Requests join the computation of an equal prompt only while the weights are those it began with: one that runs on
+through a weight change ends with tokens of both, which serve the requests that waited for it and nobody after.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.engines.embedded.attention import PromptChunk
+from slime.engines.embedded.memory import KvMemory
 from slime.engines.embedded.prefix import PrefixEntry
 from slime.engines.embedded.request import Request, TopColumn
 from slime.engines.embedded.sampling import log_softmax
@@ -70,3 +75,85 @@ class PromptJob:
         if top and len(targets):
             values, ids = torch.topk(log_probs, min(top, log_probs.shape[1]), dim=-1)
             self.tops.extend(zip(values.tolist(), ids.tolist(), strict=True))
+
+
+class PromptJobs:
+    """The prompts in progress.
+
+    Args:
+        memory: Where prompts are found and kept.
+    """
+
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory = memory
+        self._jobs: dict[tuple[object, ...], PromptJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests that wait for a prompt."""
+        return [request for job in self._jobs.values() for request in job.requests]
+
+    def attach(self, request: Request) -> PrefixEntry | None:
+        """Join the computation of the request's prompt, find it in the cache, or start it.
+
+        Returns:
+            The prompt, in use by the request, if it is known with its logits.
+
+        Raises:
+            KvFullError: No memory to start it.
+        """
+        cache, sequence, item = self._memory.prompts, request.sequence, request.item
+        scores = item.return_logprob and item.logprob_start_len >= 0
+        score_from = item.logprob_start_len if scores and request.input_log_probs is None else None
+        detail = () if score_from is None else (score_from, item.sampling.temperature, item.top_logprobs_num)
+        key = (cache.generation, sequence.tobytes(), *detail)
+        job = self._jobs.get(key)
+        if job is not None:
+            job.entry.users += 1
+            job.requests.append(request)
+            request.note_cached(len(sequence) - 1)
+            return None
+        matched, found = cache.find(sequence)
+        if score_from is not None:
+            matched = min(matched, max(score_from - 1, 0))
+        elif found is not None and matched == len(sequence) == len(found.tokens) and found.logits is not None:
+            found.users += 1
+            # The contract counts the last prompt token as computed, as an engine without kept logits does.
+            request.note_cached(matched - 1)
+            return found
+        matched = min(matched, len(sequence) - 1)
+        entry = self._memory.start(sequence, matched, found)
+        request.note_cached(matched)
+        self._jobs[key] = PromptJob(entry, [request], score_from)
+        return None
+
+    def next_chunks(self, max_tokens: int) -> list[tuple[PromptJob, PromptChunk]]:
+        """What to compute in the next step, oldest prompts first."""
+        left = max_tokens
+        chunks: list[tuple[PromptJob, PromptChunk]] = []
+        for job in self._jobs.values():
+            if left <= 0:
+                break
+            chunk = job.next_chunk(left)
+            chunks.append((job, chunk))
+            left -= chunk.end - chunk.start
+        return chunks
+
+    def finish(self, job: PromptJob) -> None:
+        """Make a computed prompt findable; its requests hold it from now on."""
+        self._memory.prompts.insert(job.entry)
+        del self._jobs[next(key for key, value in self._jobs.items() if value is job)]
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out of the prompt it waits for, which ends with its last one; False if it waits for none."""
+        for key, job in self._jobs.items():
+            if request in job.requests:
+                job.requests.remove(request)
+                self._memory.prompts.release(job.entry)
+                if not job.requests:
+                    del self._jobs[key]
+                return True
+        return False

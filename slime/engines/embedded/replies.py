@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from slime.engines.api import GenerateReply, LogProbTriple, MetaInfo
 from slime.engines.embedded.request import Progress, Request
@@ -41,17 +42,30 @@ def build_reply(progress: Progress, text: Text, weight_version: str) -> Generate
     }
     if request.item.return_logprob:
         _add_log_probs(meta, request, ids, text)
-    if request.item.return_sampling_mask:
-        meta["output_token_sampling_mask"] = request.output_kept[:count]
-    if params.returns_mask:
-        kept = request.output_kept[:count]
-        flat = np.array([token for row in kept for token in row], dtype=np.int32)
-        offsets = np.cumsum([0, *(len(row) for row in kept)]).astype(np.int32)
-        meta["top_p_token_ids"] = base64.b64encode(flat.tobytes()).decode()
-        meta["top_p_token_offsets"] = base64.b64encode(offsets.tobytes()).decode()
+    _add_kept_tokens(meta, request, count)
+    if progress.is_last and request.routes:
+        meta["routed_experts"] = _packed(np.concatenate(request.routes)[request.item.routed_experts_start_len :])
     if progress.is_last:
         meta["e2e_latency"] = time.monotonic() - request.created
     return {"text": final_text(text, ids, params, matched), "output_ids": ids, "meta_info": meta}
+
+
+def _add_kept_tokens(meta: MetaInfo, request: Request, count: int) -> None:
+    """Kept token sets: as lists with the log-probs of the cut distribution, or packed as ids and offsets."""
+    kept = request.output_kept[:count]
+    if request.item.return_sampling_mask:
+        is_whole = request.item.sampling_logprobs_mode == "support"
+        meta["output_token_sampling_mask"] = [row.ids for row in kept]
+        meta["output_token_sampling_logprobs"] = [row.log_probs if is_whole else row.drawn_log_prob for row in kept]
+        meta["output_token_sampling_mask_length"] = count
+    if request.item.sampling.returns_mask:
+        ids = [token for row in kept for token in row.ids]
+        meta["top_p_token_ids"] = _packed(np.array(ids, dtype=np.int32))
+        meta["top_p_token_offsets"] = _packed(np.cumsum([0, *(len(row.ids) for row in kept)]).astype(np.int32))
+
+
+def _packed(values: npt.NDArray[np.int32]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
 
 
 def _add_log_probs(meta: MetaInfo, request: Request, ids: list[int], text: Text) -> None:

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slime.engines.api import AbortReason, FinishReason, GenerateItem, WeightSpan
 from slime.engines.embedded.cache import Row
+from slime.engines.embedded.kv import KvBlock
 from slime.engines.embedded.prefix import TokenArray
-from slime.engines.embedded.sampling import SampleRow
+from slime.engines.embedded.sampling import KeptSet, SampleRow
 from slime.engines.embedded.text import StopScanner
 
+RouteArray = npt.NDArray[np.int32]
 TopColumn = list[tuple[list[float], list[int]] | None]
 
 
@@ -63,7 +66,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list[int])
     output_log_probs: list[float] = field(default_factory=list[float])
     output_top: TopColumn = field(default_factory=list)
-    output_kept: list[list[int]] = field(default_factory=list[list[int]])
+    output_kept: list[KeptSet] = field(default_factory=list[KeptSet])
+    routes: list[RouteArray] = field(default_factory=list[RouteArray])
     input_log_probs: list[float | None] | None = None
     input_top: TopColumn = field(default_factory=list)
     cached_tokens: int = 0
@@ -114,20 +118,33 @@ class Request:
         log_prob: float,
         version: str,
         top: tuple[list[float], list[int]] | None,
-        kept: list[int] | None,
+        kept: KeptSet | None,
     ) -> None:
         """Take one drawn token and decide whether the output ends with it."""
         self.output_ids.append(token)
         self.output_log_probs.append(log_prob)
         if top is not None:
             self.output_top.append(top)
-        if self.wants_kept:
-            self.output_kept.append(kept or [])
+        if kept is not None:
+            self.output_kept.append(kept)
         if self.counts is not None and self.seen is not None:
             self.counts[token] += 1
             self.seen[token] = True
         self._extend_span(version)
         self.finish = self._finish_reason(token)
+
+    def record_routes(self, kv: KvBlock, *, start: int = 0) -> None:
+        """Remember the experts of tokens from ``start`` on, which ``kv`` holds, before it is freed.
+
+        A token keeps the experts of the pass that its successor was drawn from: what a retraction computes again is
+        not recorded again. The last token was never run.
+        """
+        if not self.item.return_routed_experts or kv.routes is None:
+            return
+        known = sum(len(part) for part in self.routes)
+        fresh = kv.routes[known - start : len(self.prompt) + len(self.output_ids) - 1 - start]
+        if len(fresh):
+            self.routes.append(fresh.to("cpu", torch.int32, copy=True).numpy())
 
     def note_cached(self, tokens: int) -> None:
         """Remember how much of the prompt was found in the cache; what a retraction computes again does not count."""

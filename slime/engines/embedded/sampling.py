@@ -6,7 +6,9 @@ likeliest tokens that reaches it. The draw inverts the cumulative distribution a
 output position): the same request with the same seed draws the same numbers in any batch.
 
 Reported log-probs are those of the model at the row's temperature, before penalties and truncation: the number that a
-trainer computes from the same logits. Tests hold: each parameter against a float64 reference.
+trainer computes from the same logits. Rows that report the kept tokens also get the log-probs of the distribution that
+the draw was really from: what a trainer computes that keeps the same tokens. Tests hold: each parameter against a
+float64 reference.
 """
 
 from __future__ import annotations
@@ -50,6 +52,18 @@ class SampleRow:
     wants_kept: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSet:
+    """The tokens that one draw was from, likeliest first, and the log-prob of the drawn one among them.
+
+    A draw that nothing was cut from has no list of tokens.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    drawn_log_prob: float
+
+
 @dataclass(slots=True)
 class Sampled:
     """Result of one step, one entry per row."""
@@ -58,8 +72,8 @@ class Sampled:
     log_probs: list[float]
     top: dict[int, tuple[list[float], list[int]]]
     """Row to (log-probs, token ids) of its likeliest tokens, for rows that ask for them."""
-    kept: dict[int, list[int]]
-    """Row to the ids that truncation kept, for rows that ask for them."""
+    kept: dict[int, KeptSet]
+    """Row to what truncation kept, for rows that ask for it."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -92,7 +106,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
     log_probs = log_softmax(scaled)
     behaviour = _behaviour(raw, log_probs, temperatures, rows)
     tokens = torch.empty(len(rows), dtype=torch.long, device=raw.device)
-    kept: dict[int, list[int]] = {}
+    kept: dict[int, KeptSet] = {}
     greedy = [i for i, row in enumerate(rows) if row.params.temperature == 0.0]
     plain = [i for i, row in enumerate(rows) if row.params.temperature != 0.0 and not row.params.truncates]
     truncated = [i for i, row in enumerate(rows) if row.params.temperature != 0.0 and row.params.truncates]
@@ -110,7 +124,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         tokens[index] = picked
         kept = {truncated[j]: ids for j, ids in sets.items()}
     token_list: list[int] = tokens.tolist()
-    kept |= {i: [token_list[i]] for i in greedy if rows[i].wants_kept}
+    kept |= {i: KeptSet([token_list[i]], [0.0], 0.0) for i in greedy if rows[i].wants_kept}
+    kept |= {i: KeptSet([], [], float(behaviour[i, token_list[i]])) for i in plain if rows[i].wants_kept}
     return Sampled(
         tokens=token_list,
         log_probs=log_probs.gather(1, tokens[:, None])[:, 0].tolist(),
@@ -179,7 +194,7 @@ def _draw(probs: Tensor, u: Tensor) -> Tensor:
     return (block * _BLOCK + torch.searchsorted(inner, rest, right=True))[:, 0]
 
 
-def _draw_truncated(probs: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, dict[int, list[int]]]:
+def _draw_truncated(probs: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, dict[int, KeptSet]]:
     """Draw from the tokens of ``probs`` ``[R, V]`` that pass top-k, top-p and min-p."""
     device, vocab = probs.device, probs.shape[1]
     top_k = torch.tensor([r.params.top_k if r.params.top_k > 0 else vocab for r in rows], device=device)[:, None]
@@ -198,8 +213,11 @@ def _draw_truncated(probs: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, d
     target = _uniforms(rows, device)[:, None] * inside[:, -1:]
     place = torch.searchsorted(inside, target, right=True)
     tokens = ids.gather(1, place)[:, 0]
-    wanted = [i for i, row in enumerate(rows) if row.wants_kept]
-    return tokens, {i: ids[i][keep[i]].tolist() for i in wanted}
+    sets: dict[int, KeptSet] = {}
+    for i in (i for i, row in enumerate(rows) if row.wants_kept):
+        log_probs = (values[i].double() / inside[i, -1]).log()
+        sets[i] = KeptSet(ids[i][keep[i]].tolist(), log_probs[keep[i]].tolist(), float(log_probs[place[i, 0]]))
+    return tokens, sets
 
 
 def _top(log_probs: Tensor, rows: Sequence[SampleRow]) -> dict[int, tuple[list[float], list[int]]]:

@@ -10,7 +10,6 @@ Runs on one thread; nothing here waits. Tests hold: results do not depend on wha
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -20,14 +19,13 @@ from torch import Tensor
 
 from slime.engines.api import INITIAL_WEIGHT_VERSION
 from slime.engines.embedded.attention import DecodeAttention, PromptAttention, PromptChunk
-from slime.engines.embedded.cache import KvBudget, KvFullError, Row, SlabPool
+from slime.engines.embedded.cache import Row
+from slime.engines.embedded.memory import KvMemory
 from slime.engines.embedded.model import Decoder
-from slime.engines.embedded.prefix import PrefixCache, PrefixEntry
-from slime.engines.embedded.prompts import PromptJob
+from slime.engines.embedded.prefix import PrefixEntry
+from slime.engines.embedded.prompts import PromptJob, PromptJobs
 from slime.engines.embedded.request import Request
 from slime.engines.embedded.sampling import sample
-
-logger = logging.getLogger(__name__)
 
 _RESERVE_TOKENS = 128
 """Output tokens for which a new row gets memory at once."""
@@ -59,12 +57,16 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._share_from = share_from_tokens
         self._max_running = max_running_requests
-        self.budget = KvBudget(max_total_tokens)
-        where = {"dtype": model.dtype, "device": model.device, "budget": self.budget}
-        self._pool = SlabPool(model.shape, **where)
-        self._cache = PrefixCache(model.shape, **where, enabled=enable_prefix_cache)
+        self._memory = KvMemory(
+            model.shape.cache,
+            dtype=model.dtype,
+            device=model.device,
+            max_total_tokens=max_total_tokens,
+            enable_prefix_cache=enable_prefix_cache,
+        )
+        self.budget = self._memory.budget
         self.waiting: deque[Request] = deque()
-        self._jobs: dict[tuple[object, ...], PromptJob] = {}
+        self._jobs = PromptJobs(self._memory)
         self._ready: list[tuple[Request, PrefixEntry]] = []
         self._running: dict[Row, Request] = {}
         self._demand: Counter[bytes] = Counter()
@@ -74,7 +76,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold key-value memory."""
-        return len(self._running) + len(self._ready) + sum(len(job.requests) for job in self._jobs.values())
+        return len(self._running) + len(self._ready) + len(self._jobs.requests)
 
     @property
     def has_work(self) -> bool:
@@ -91,9 +93,9 @@ class Scheduler:
         """Admit what fits, run one forward pass, draw one token per live row."""
         self._admit()
         self._make_room()
-        chunks = self._next_chunks()
-        slabs = [slab for slab in self._pool.slabs.values() if slab.rows]
-        decode = DecodeAttention(slabs, self._model.shape) if slabs else None
+        chunks = self._jobs.next_chunks(self._prefill_tokens)
+        slabs = [slab for slab in self._memory.pool.slabs.values() if slab.rows]
+        decode = DecodeAttention(slabs, self._model.shape.cache) if slabs else None
         rows = decode.rows if decode is not None else []
         logits = self._forward(chunks, decode, rows)
         drawing = [self._running[row] for row in rows]
@@ -111,7 +113,7 @@ class Scheduler:
             if request.finish is None:
                 self._place(request, entry)
             else:
-                self._cache.release(entry)
+                self._release_ready(request, entry)
                 self._leave(request)
         for request in drawing:
             if request.finish is not None:
@@ -149,16 +151,16 @@ class Scheduler:
         if self.num_running:
             return False
         self.forget_prefixes()
-        self._pool.free_unused()
+        self._memory.pool.free_unused()
         return True
 
     def forget_prefixes(self) -> None:
-        """Make kept prompts unfindable, because the weights change; rows in progress are untouched."""
-        self._cache.clear()
+        """Make all that is computed unfindable, because the weights change; what is in progress goes on with it."""
+        self._memory.prompts.clear()
 
     def _all(self) -> list[Request]:
-        filling = [r for job in self._jobs.values() for r in job.requests]
-        return [*self._running.values(), *(r for r, _ in self._ready), *filling, *self.waiting]
+        ready = [request for request, _ in self._ready]
+        return [*self._running.values(), *ready, *self._jobs.requests, *self.waiting]
 
     def _admit(self) -> None:
         if self._is_short and self.num_running:
@@ -166,7 +168,7 @@ class Scheduler:
         self._is_short = False
         while self.waiting and self.num_running < self._max_running:
             request = self.waiting[0]
-            if not self._with_room(lambda request=request: self._attach(request), len(request.sequence)):
+            if not self._memory.with_room(lambda request=request: self._attach(request), len(request.sequence)):
                 if self.num_running == 0:
                     self.waiting.popleft()
                     self._out_of_memory(request)
@@ -174,62 +176,16 @@ class Scheduler:
                 return
             self.waiting.popleft()
 
-    def _with_room(self, action: Callable[[], None], tokens: int) -> bool:
-        """Run ``action``; if memory is short, evict kept prompts and try again; False if it does not fit."""
-        for is_last in (False, True):
-            try:
-                action()
-                return True
-            except KvFullError:
-                freed = self._pool.free_unused() + self._cache.evict(max(4 * tokens, 1024))
-                if is_last or not freed:
-                    return False
-        return False
-
     def _attach(self, request: Request) -> None:
-        """Join the computation of the request's prompt, find it in the cache, or start it."""
-        sequence = request.sequence
-        scores = request.item.return_logprob and request.item.logprob_start_len >= 0
-        score_from = request.item.logprob_start_len if scores and request.input_log_probs is None else None
-        detail = (
-            () if score_from is None else (score_from, request.item.sampling.temperature, request.item.top_logprobs_num)
-        )
-        key = (sequence.tobytes(), *detail)
-        job = self._jobs.get(key)
-        if job is not None:
-            job.entry.users += 1
-            job.requests.append(request)
-            request.note_cached(len(sequence) - 1)
-            return
-        matched, found = self._cache.find(sequence)
-        if score_from is not None:
-            matched = min(matched, max(score_from - 1, 0))
-        elif found is not None and matched == len(sequence) == len(found.tokens) and found.logits is not None:
-            found.users += 1
-            self._ready.append((request, found))
-            # The contract counts the last prompt token as computed, as an engine without kept logits does.
-            request.note_cached(matched - 1)
-            return
-        matched = min(matched, len(sequence) - 1)
-        if found is not None:
-            found.users += 1  # must survive the eviction that makes room for the new entry
-        try:
-            entry = self._cache.create(sequence)
-            if found is not None:
-                entry.k[:, :, :matched] = found.k[:, :, :matched]
-                entry.v[:, :, :matched] = found.v[:, :, :matched]
-        finally:
-            if found is not None:
-                self._cache.release(found)
-        entry.filled = matched
-        request.note_cached(matched)
-        self._jobs[key] = PromptJob(entry, [request], score_from)
+        entry = self._jobs.attach(request)
+        if entry is not None:
+            self._ready.append((request, entry))
 
     def _make_room(self) -> None:
         """See that every live row has a place for its next token; put the newest back if memory is short."""
         for row in list(self._running):
             while row in self._running and row.length >= row.slab.width:
-                if self._with_room(lambda row=row: self._pool.make_room(row), row.length):
+                if self._memory.make_room(row):
                     continue
                 newest = max(self._running.values(), key=lambda r: r.created)
                 if len(self._running) == 1:
@@ -251,17 +207,6 @@ class Scheduler:
             "raise --max-total-tokens"
         )
         self._leave(request)
-
-    def _next_chunks(self) -> list[tuple[PromptJob, PromptChunk]]:
-        left = self._prefill_tokens
-        chunks: list[tuple[PromptJob, PromptChunk]] = []
-        for job in self._jobs.values():
-            if left <= 0:
-                break
-            chunk = job.next_chunk(left)
-            chunks.append((job, chunk))
-            left -= chunk.end - chunk.start
-        return chunks
 
     def _forward(
         self, chunks: list[tuple[PromptJob, PromptChunk]], decode: DecodeAttention | None, rows: list[Row]
@@ -286,7 +231,7 @@ class Scheduler:
         logits = self._model.forward(
             torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
             torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(device),
-            PromptAttention([chunk for _, chunk in chunks], self._model.shape) if chunks else None,
+            PromptAttention([chunk for _, chunk in chunks], self._model.shape.cache) if chunks else None,
             decode,
             split,
             torch.tensor([*wanted, *range(split, split + len(rows))], dtype=torch.long, device=device),
@@ -294,21 +239,16 @@ class Scheduler:
         for (job, chunk), part in zip(chunks, logits[: len(wanted)].split(counts) if counts else (), strict=True):
             job.take(chunk, part)
             if job.is_done:
-                self._finish_prompt(job)
+                self._jobs.finish(job)
+                self._ready += [(request, job.entry) for request in job.requests]
         return logits[len(wanted) :] if rows else None
-
-    def _finish_prompt(self, job: PromptJob) -> None:
-        """Make a computed prompt findable and hand it to its requests."""
-        self._cache.insert(job.entry)
-        del self._jobs[next(key for key, value in self._jobs.items() if value is job)]
-        self._ready += [(request, job.entry) for request in job.requests]
 
     def _ends_without_output(self, request: Request, entry: PrefixEntry) -> bool:
         """Finish a request that only wants its prompt scored."""
         if request.remaining > 0:
             return False
         request.finish = {"type": "length", "length": len(request.output_ids)}
-        self._cache.release(entry)
+        self._release_ready(request, entry)
         self._leave(request)
         return True
 
@@ -323,51 +263,33 @@ class Scheduler:
 
     def _place(self, request: Request, entry: PrefixEntry) -> None:
         """Give a request that has its first token a live row."""
-        length = len(entry.tokens)
-        is_shared = length >= self._share_from and self._demand[entry.tokens.tobytes()] > 1
-
-        def place() -> None:
-            room = min(request.remaining, _RESERVE_TOKENS)
-            row = self._pool.add(0, room) if is_shared else self._pool.add(length, length + room)
-            if is_shared:
-                row.shared, row.shared_length = entry, length
-            else:
-                row.slab.k[:, row.index, :, :length] = entry.k
-                row.slab.v[:, row.index, :, :length] = entry.v
+        share = len(entry.tokens) >= self._share_from and self._demand[entry.tokens.tobytes()] > 1
+        row = self._memory.place(entry, min(request.remaining, _RESERVE_TOKENS), share=share)
+        if row is not None:
             request.row = row
             self._running[row] = request
-
-        placed = self._with_room(place, length)
-        if not is_shared or not placed:
-            self._cache.release(entry)
-        if not placed:
-            if self._running or self._jobs:
-                self._put_back(request)
-            else:
-                self._out_of_memory(request)
+        elif self._running or len(self._jobs):
+            self._put_back(request)
+        else:
+            self._out_of_memory(request)
 
     def _drop_row(self, request: Request, *, keep: bool) -> None:
         """Free a request's row; ``keep`` makes the sequence findable for a later turn of the same conversation."""
         row = request.row
         assert row is not None
-        if keep and self._cache.is_enabled:
-            self._with_room(lambda: self._keep(request, row), row.position)
-        del self._running[row]
-        self._pool.remove(row)
         if row.shared is not None:
-            self._cache.release(row.shared)
+            request.record_routes(row.shared.kv.span(0, row.shared_length))
+        request.record_routes(row.kv, start=row.shared_length)
+        if keep:
+            self._memory.keep(row, request.sequence)
+        del self._running[row]
+        self._memory.drop(row)
         request.row = None
 
-    def _keep(self, request: Request, row: Row) -> None:
-        entry = self._cache.create(request.sequence[: row.position])
-        cut = row.shared_length
-        if row.shared is not None:
-            entry.k[:, :, :cut], entry.v[:, :, :cut] = row.shared.k[:, :, :cut], row.shared.v[:, :, :cut]
-        entry.k[:, :, cut:] = row.slab.k[:, row.index, :, : row.length]
-        entry.v[:, :, cut:] = row.slab.v[:, row.index, :, : row.length]
-        entry.filled = row.position
-        self._cache.insert(entry)
-        self._cache.release(entry)
+    def _release_ready(self, request: Request, entry: PrefixEntry) -> None:
+        """End a request's use of its computed prompt."""
+        request.record_routes(entry.kv)
+        self._memory.prompts.release(entry)
 
     def _detach(self, request: Request) -> None:
         """Take a request out of wherever it is."""
@@ -377,16 +299,9 @@ class Scheduler:
         for other, entry in self._ready:
             if other is request:
                 self._ready.remove((other, entry))
-                self._cache.release(entry)
+                self._release_ready(request, entry)
                 return
-        for key, job in list(self._jobs.items()):
-            if request in job.requests:
-                job.requests.remove(request)
-                self._cache.release(job.entry)
-                if not job.requests:
-                    del self._jobs[key]
-                return
-        if request in self.waiting:
+        if not self._jobs.remove(request) and request in self.waiting:
             self.waiting.remove(request)
 
     def _leave(self, request: Request, error: Exception | None = None) -> None:

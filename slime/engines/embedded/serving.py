@@ -157,6 +157,7 @@ class Serving:
         if min(ids) < 0 or max(ids) >= vocab:
             wrong = next(t for t in ids if not 0 <= t < vocab)
             raise RequestError(f"input_ids has {wrong}; accepted: token ids in [0, {vocab})")
+        self._check_routes(item, len(ids))
         limit, wanted = self._context_length, item.sampling.max_new_tokens
         if len(ids) >= limit:
             raise RequestError(
@@ -169,6 +170,17 @@ class Serving:
                     f"{wanted} of max_new_tokens. Lower max_new_tokens to {max(0, bound - len(ids))} or less."
                 )
         return ids
+
+    def _check_routes(self, item: GenerateItem, prompt_length: int) -> None:
+        if not item.return_routed_experts:
+            return
+        if self._engine.model.shape.experts is None:
+            raise RequestError("return_routed_experts needs a model with experts; this one has none")
+        if item.routed_experts_start_len > prompt_length:
+            raise RequestError(
+                f"routed_experts_start_len is {item.routed_experts_start_len}; accepted: at most the {prompt_length} "
+                "prompt tokens"
+            )
 
     def _requests(
         self,

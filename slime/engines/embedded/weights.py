@@ -8,7 +8,7 @@ name, and the checksums are those of the written tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class WeightStore:
         slots: Where each name lives.
         tied: Pairs of (source, copy): the copy is refreshed whenever the source changes.
         aliases: Further names that are accepted for writing, such as a tied ``lm_head.weight``.
+        spare: Beginnings of names that a model directory may hold and that are not used here.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class WeightStore:
         *,
         tied: Sequence[tuple[Plain, Linear]] = (),
         aliases: dict[str, str] | None = None,
+        spare: tuple[str, ...] = (),
     ) -> None:
         self.slots = slots
         self._tied = tied
         self._aliases = aliases or {}
+        self._spare = spare
         self.missing: set[str] = set(slots)
 
     def read(self, name: str) -> Tensor:
@@ -134,7 +137,7 @@ class WeightStore:
         try:
             for file in safetensors_files(Path(model_path)):
                 for name, tensor in _tensors_of(file):
-                    if not name.endswith(_NO_PARAMETERS):
+                    if not name.endswith(_NO_PARAMETERS) and not name.startswith(self._spare):
                         self.write([(name, tensor)])
                         unfilled.discard(self._aliases.get(name, name))
         except RequestError as error:
@@ -151,6 +154,15 @@ class WeightStore:
                 f"the model has no tensor {name!r}; names are those of the checkpoint, such as {example!r}"
             )
         return slot
+
+
+def named_rows(prefix: str, linear: Linear, cuts: Mapping[str, tuple[int, int] | None]) -> dict[str, Slot]:
+    """Slots of the projections that ``linear`` holds, and of their biases; rows None means all of them."""
+    spans = {name: rows or (0, linear.shape[0]) for name, rows in cuts.items()}
+    slots = {f"{prefix}{name}.weight": Slot(linear, *rows) for name, rows in spans.items()}
+    if linear.bias is not None:
+        slots |= {f"{prefix}{name}.bias": Slot(linear.bias, *rows) for name, rows in spans.items()}
+    return slots
 
 
 def safetensors_files(path: Path) -> list[Path]:

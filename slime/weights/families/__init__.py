@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 
-from slime.weights.families import llama, qwen2, qwen3
+from slime.weights.families import deepseek, glm4_moe, llama, qwen2, qwen3
 from slime.weights.families.family import Family
 
 __all__ = ["FAMILIES", "Family"]
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (llama.LLAMA, qwen2.QWEN2, qwen2.QWEN2_MOE, qwen3.QWEN3, qwen3.QWEN3_MOE)
+    family.model_type: family
+    for family in (
+        *(deepseek.DEEPSEEK_V3, deepseek.KIMI_K2, glm4_moe.GLM4_MOE, llama.LLAMA),
+        *(qwen2.QWEN2, qwen2.QWEN2_MOE, qwen3.QWEN3, qwen3.QWEN3_MOE),
+    )
 }

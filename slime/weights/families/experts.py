@@ -6,6 +6,7 @@ from slime.weights.ops import Rename, Rule, SplitGateUp
 _EXPERT = "mlp.experts.local_experts.{expert}."
 
 ROUTER = layer_rule("mlp.router.weight", "mlp.gate.weight", Rename())
+EXPERT_BIAS = layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Rename())
 SHARED_GATE = layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Rename())
 EXPERTS = (
     layer_rule(

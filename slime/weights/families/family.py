@@ -41,14 +41,18 @@ class Family:
         model_type: ``model_type`` in its ``config.json``.
         rules: Its table, in the order in which tensors are exported; names are global, whatever the
             pipeline stage.
-        qkv_bias: Whether query, key and value projections always have a bias.
+        qkv_bias: Whether query, key and value projections have a bias.
+        qkv_bias_key: The entry of ``config.json`` that may say otherwise, where there is one.
         qk_norm: Whether query and key heads are normalised.
+        latent_attention: Whether attention is multi-latent.
     """
 
     model_type: str
     rules: tuple[Rule, ...]
     qkv_bias: bool = False
+    qkv_bias_key: str | None = None
     qk_norm: bool = False
+    latent_attention: bool = False
 
     def place(self, megatron_name: str) -> Place:
         """A Megatron tensor's place in the table.

@@ -12,4 +12,5 @@ QWEN2_MOE = Family(
         *(ROUTER, *EXPERTS, SHARED_GATE, *shared_expert("shared_expert"), *HEAD),
     ),
     qkv_bias=True,
+    qkv_bias_key="qkv_bias",
 )

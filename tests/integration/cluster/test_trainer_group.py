@@ -43,7 +43,7 @@ def group(session, tmp_path):
 
 
 def test_life_of_a_group(group):
-    assert group.train(ray.put({})) == {"train/loss": 0.5}
+    assert group.train(ray.put({}), 4) == {"train/loss": 0.5}
     assert group.update_weights() == {"perf/update_weights_wire_bytes": 1.0}
     assert group.weight_version() == 1
     for threads, omp, from_flag, work_dir in group._call_all("threads", limit=10):
@@ -53,19 +53,21 @@ def test_life_of_a_group(group):
 
 
 def test_an_exception_in_one_rank_names_the_rank_and_ends_the_wait(group):
-    with pytest.raises(TrainerError, match="trainer rank 1 to train failed: ValueError: loss is not finite") as info:
-        group.train(ray.put({0: "hang", 1: "raise"}))
+    with pytest.raises(
+        TrainerError, match="trainer rank 1 to train rollout 4 failed: ValueError: loss is not finite"
+    ) as info:
+        group.train(ray.put({0: "hang", 1: "raise"}), 4)
     assert "RayTaskError" not in str(info.value)
 
 
 def test_a_dead_rank_is_named_with_the_end_of_its_log(group):
     with pytest.raises(TrainerError, match=r"(?s)trainer rank 1 of 2 died.*about to run out of memory"):
-        group.train(ray.put({0: "hang", 1: "die"}))
+        group.train(ray.put({0: "hang", 1: "die"}), 4)
 
 
 def test_a_hung_rank_is_a_bounded_wait_with_its_stack_in_its_log(group, tmp_path):
-    with pytest.raises(WaitTimeoutError, match="trainer rank 0 to train") as info:
-        group.train(ray.put({0: "hang"}))
+    with pytest.raises(WaitTimeoutError, match="trainer rank 0 to train rollout 4") as info:
+        group.train(ray.put({0: "hang"}), 4)
     assert "rank 1" not in str(info.value)
     assert "standins.py" in (tmp_path / "trainer_0.log").read_text()
 
@@ -87,5 +89,5 @@ def test_stacks_are_asked_of_processes_of_this_node_only(session, group, tmp_pat
     assert waits.request_stacks([waits.Process(node_id="elsewhere", pid=os.getpid())]) == []
     group._processes[0] = dataclasses.replace(group._processes[0], node_id="elsewhere")
     with pytest.raises(WaitTimeoutError, match=r"rank 0 is process \d+ of node elsewhere"):
-        group.train(ray.put({0: "hang"}))
+        group.train(ray.put({0: "hang"}), 4)
     assert "standins.py" not in (tmp_path / "trainer_0.log").read_text()

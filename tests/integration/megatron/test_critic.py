@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.types import RolloutBatch
@@ -51,21 +52,22 @@ def awkward_rollout() -> RolloutBatch:
 BATCH = awkward_rollout()
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_value_model(path: Path) -> Path:
     """A checkpoint whose head is already that of a value model."""
-    path = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tie_word_embeddings=True)
+    make_tiny_model(path, "qwen3", tie_word_embeddings=True)
+    hidden_size = json.loads((path / "config.json").read_text())["hidden_size"]
     generator = torch.Generator().manual_seed(11)
-    head = {"score.weight": torch.randn(1, 64, generator=generator) * 0.1, "score.bias": torch.tensor([0.25])}
-    head["score.weight"] = head["score.weight"][:, : _hidden_size(path)].contiguous()
+    head = {
+        "score.weight": torch.randn(1, hidden_size, generator=generator) * 0.1,
+        "score.bias": torch.tensor([0.25]),
+    }
     save_file(head, path / "score.safetensors", metadata={"format": "pt"})
     return path
 
 
-def _hidden_size(path: Path) -> int:
-    import json
-
-    return int(json.loads((path / "config.json").read_text())["hidden_size"])
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_value_model(tmp_path_factory.mktemp("model"))
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,6 @@ def reference_values(model_dir: Path, batch: RolloutBatch, weight: Tensor, bias:
 
 
 def stored_head(model_dir: Path) -> tuple[Tensor, Tensor]:
-    from safetensors.torch import load_file
-
     head = load_file(model_dir / "score.safetensors")
     return head["score.weight"], head["score.bias"]
 

@@ -112,7 +112,7 @@ def transformers_step(model_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
             losses.append(F.cross_entropy(logits, sequence[prompt.length :], reduction="none"))
     loss = torch.cat(losses).mean()
     loss.backward()
-    weights = {}
+    weights = dict(model.state_dict())  # for the buffers, which stay as they are
     for name, parameter in model.named_parameters():
         weights[name] = parameter.detach() - parameter.grad / (parameter.grad.abs() + 1)
     return loss.item(), as_in_files(weights)

@@ -23,12 +23,22 @@ from tests.support.training import loaded_model, make_config, start
 from slime.backends.megatron import parallel  # isort: skip
 from slime.backends.megatron.attention import PackedLayout, pack_row  # isort: skip
 from slime.backends.megatron.export import iter_hf_buckets, load_hf, save_hf  # isort: skip
+from slime.backends.megatron.layers import routers  # isort: skip
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +49,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3_yarn": ("deepseek_v3", {"rope_scaling": YARN}),
+    "moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}),
 }
 
 
@@ -160,6 +174,20 @@ def test_bf16_agrees_with_transformers_in_bf16(tmp_path: Path) -> None:
         expected = reference(tokens[None]).logits[0]
     difference = found[:, : expected.size(1)].float().log_softmax(-1) - expected.float().log_softmax(-1)
     assert difference.abs().mean() < 0.02
+
+
+def test_routing_in_bf16_keeps_the_expert_bias_in_fp32(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "deepseek_v3", torch_dtype="bfloat16")
+    config = make_config(folder, train={"precision": "bf16"})
+    chunks = loaded_model(config, start(config))
+    before = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert not torch.equal(before[name], before[name].bfloat16().float())
+    for bucket in iter_hf_buckets(chunks, config, 1 << 30):
+        after = dict(bucket)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert [(layer, router.expert_bias.dtype) for layer, router in routers(chunks)] == [(1, torch.float32)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

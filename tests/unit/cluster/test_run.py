@@ -88,8 +88,9 @@ class Trainer:
     def weight_version(self):
         return self.version
 
-    def train(self, batch):
+    def train(self, batch, rollout_id):
         assert self.devices.trainer
+        assert batch == f"batch {rollout_id}"
         self.devices.note(f"train {batch}")
         return {"train/loss": 0.1}
 
@@ -196,7 +197,7 @@ def test_a_logprob_difference_above_the_bound_ends_the_run_before_the_next_rollo
     run, devices = make_run(num_rollout=3, logprob_monitor=monitor)
     differences = iter([0.001, 0.5])
 
-    def train(batch):
+    def train(batch, rollout_id):
         devices.note(f"train {batch}")
         return {"train/train_rollout_logprob_abs_diff": next(differences)}
 

@@ -20,6 +20,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 64,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied, all biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -35,6 +43,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3, yarn": ("qwen3", {"rope_scaling": YARN}),
+    "qwen2_moe, dense first layer, gated shared expert": ("qwen2_moe", {}),
+    "qwen2_moe, every second layer": ("qwen2_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}),
+    "qwen2_moe, weights that sum to one": ("qwen2_moe", {"norm_topk_prob": True, "num_hidden_layers": 3}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "qwen3_moe, packed weights": ("qwen3_moe", {"hidden_size": 256, "moe_intermediate_size": 256}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, groups, no biases, no norms": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, queries not compressed, one group": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "n_shared_experts": 2},
+    ),
+    "deepseek_v3, yarn with mscale": ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3, yarn with two mscales": (
+        "deepseek_v3",
+        {"rope_scaling": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}, "num_hidden_layers": 3},
+    ),
+    "deepseek_v3, halves instead of pairs": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
 }
 
 
@@ -80,9 +111,9 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     tokens = prompt_of(24)
     model = Decoder(shape, dtype=torch.bfloat16, device=torch.device("cpu"))
     model.weights.load(path)
-    cache = PrefixCache(shape, dtype=torch.bfloat16, device=torch.device("cpu"), budget=KvBudget(1000))
+    cache = PrefixCache(shape.cache, dtype=torch.bfloat16, device=torch.device("cpu"), budget=KvBudget(1000))
     entry = cache.create(np.array(tokens, dtype=np.int32))
-    prompts = PromptAttention([PromptChunk(entry, 0, 24)], shape)
+    prompts = PromptAttention([PromptChunk(entry, 0, 24)], shape.cache)
     positions = torch.arange(24)
     with torch.inference_mode():
         logits = model.forward(torch.tensor(tokens), positions, prompts, None, 24, positions)
@@ -96,7 +127,8 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"use_sliding_window": True}, "sliding"),
     ],

@@ -123,13 +123,41 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert together == alone == backwards
 
 
-def test_kept_sets_and_likeliest_tokens_are_reported() -> None:
-    logits = random_logits(3)
-    rows = [row(top_p=0.6, wants_kept=True), row(temperature=0.0, wants_kept=True), row(top=4)]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.6},
+        {"top_k": 7, "temperature": 1.4},
+        {"top_p": 0.9, "top_k": 30, "min_p": 0.05},
+        {"temperature": 0.0},
+        {"top_p": 0.8, "banned": (3, 4), "temperature": 3.0},
+    ],
+)
+def test_kept_sets_are_what_was_drawn_from(options: dict[str, Any]) -> None:
+    logits = random_logits(4)
+    rows = [row(wants_kept=True, seed=i, **options) for i in range(4)]
     result = sample(logits, rows)
-    kept = set(np.flatnonzero(reference_distribution(logits[0], rows[0])))
-    assert set(result.kept[0]) == kept
-    assert result.kept[1] == [result.tokens[1]]
+    for i, token in enumerate(result.tokens):
+        expected = reference_distribution(logits[i], rows[i])
+        kept = result.kept[i]
+        assert token in kept.ids
+        assert sorted(kept.ids) == np.flatnonzero(expected).tolist()
+        np.testing.assert_allclose(kept.log_probs, np.log(expected[kept.ids]), atol=1e-5)
+        assert kept.drawn_log_prob == pytest.approx(np.log(expected[token]), abs=1e-5)
+
+
+def test_a_draw_that_nothing_is_cut_from_keeps_no_list() -> None:
+    logits = random_logits(1)
+    result = sample(logits, [row(wants_kept=True, temperature=1.3)])
+    kept = result.kept[0]
+    assert (kept.ids, kept.log_probs) == ([], [])
+    assert kept.drawn_log_prob == pytest.approx(result.log_probs[0])
+
+
+def test_likeliest_tokens_are_reported() -> None:
+    logits = random_logits(3)
+    result = sample(logits, [row(top_p=0.6), row(), row(top=4)])
+    assert result.kept == {}
     assert result.top.keys() == {2}
     values, ids = torch.log_softmax(logits[2], -1).topk(4)
     assert result.top[2][1] == ids.tolist()

@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import pickle
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from slime.engines.embedded.payload import read_shared_tensors
 from slime.engines.embedded.shape import read_shape
 from slime.errors import ConfigError
 from slime.weights.checksum import tensor_checksum
-from tests.support.tiny_models import make_tiny_model, tiny_weights
+from tests.support.tiny_models import Family, make_tiny_model, tiny_weights
 
 # Large enough for packed layouts, and with biases, norms and rows that are no multiples of anything.
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 BIG = {"hidden_size": 288, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 300}
 
 
@@ -28,18 +31,68 @@ def build(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+BIG_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"moe_intermediate_size": 260, "shared_expert_intermediate_size": 270},
+    "qwen3_moe": {"moe_intermediate_size": 260},
+    "glm4_moe": {"moe_intermediate_size": 260},
+    "deepseek_v3": {"moe_intermediate_size": 260, "q_lora_rank": 240, "num_key_value_heads": 6},
+}
+
+
+def big_model(path: Path, family: Family) -> Path:
+    sizes: dict[str, Any] = BIG | BIG_OF_FAMILY.get(family, {})
+    return make_tiny_model(path, family, **sizes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tensor_reads_back_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    path = make_tiny_model(tmp_path, family, **BIG)  # type: ignore[arg-type]
+def test_every_tensor_reads_back_bit_for_bit(family: Family, dtype: torch.dtype, tmp_path: Path) -> None:
+    path = big_model(tmp_path, family)
     model = build(path, dtype)
     stored = load_file(path / "model.safetensors")
     assert set(model.weights.slots) == set(stored)
+    expected: dict[str, str] = {}
     for name, tensor in stored.items():
-        assert torch.equal(model.weights.read(name), tensor.to(dtype)), name
-    expected = {name: tensor_checksum(tensor.to(dtype)) for name, tensor in stored.items()}
+        is_exact = name.endswith("e_score_correction_bias")
+        held = tensor.float() if is_exact else tensor.to(dtype)
+        assert torch.equal(model.weights.read(name), held), name
+        expected[name] = tensor_checksum(held)
     assert model.weights.checksums() == expected
     assert any(not slot.home.is_plain for slot in model.weights.slots.values())
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("bucket", [1, 3, 1000])
+def test_buckets_of_any_size_bring_new_weights(family: Family, bucket: int, tmp_path: Path) -> None:
+    model, new = build(big_model(tmp_path / "old", family)), tmp_path / "new"
+    big_model(new, family)
+    config = json.loads((new / "config.json").read_text())
+    tensors = list(tiny_weights(config, seed=1).items())
+    random.Random(bucket).shuffle(tensors)
+    sent = {name: tensor_checksum(tensor) for name, tensor in tensors}
+    for start in range(0, len(tensors), bucket):
+        model.weights.write(tensors[start : start + bucket])
+    assert model.weights.checksums() == sent
+
+
+def test_what_is_sent_has_the_dtype_that_is_held() -> None:
+    from slime.weights.transport import _cast
+
+    names = ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias")
+    cast = _cast([(name, torch.ones(4)) for name in names], torch.bfloat16)
+    assert [tensor.dtype for _, tensor in cast] == [torch.bfloat16, torch.float32]
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    expected = build(path).weights.checksums()
+    spare = {"model.layers.2.eh_proj.weight": torch.zeros(2, 2), "model.layers.2.mlp.up_proj.weight": torch.zeros(3)}
+    save_file(load_file(path / "model.safetensors") | spare, path / "model.safetensors")
+    assert build(path).weights.checksums() == expected
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"no tensor 'model\.layers\.2"):
+        build(path)
 
 
 def test_partial_updates_touch_only_their_rows(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,15 +14,34 @@ from slime.weights.families.family import global_name, local_layer
 from slime.weights.ops import ModelShape, PadVocab, Rename, SplitGateUp, SplitQKV
 from tests.support.tiny_models import tiny_weights
 
-
-@st.composite
-def mixtures(draw: st.DrawFn) -> dict[str, object]:
-    return {
-        "num_experts": draw(st.sampled_from([4, 8])),
-        "moe_intermediate_size": 4 * draw(st.integers(1, 2)),
-        "shared_expert_intermediate_size": 4,
-        "mlp_only_layers": draw(st.sampled_from([[], [0], [1, 3]])),
-    }
+_WIDTH = st.sampled_from([4, 8])
+_QWEN_EXPERTS = {
+    "num_experts": st.sampled_from([4, 8]),
+    "moe_intermediate_size": _WIDTH,
+    "mlp_only_layers": st.sampled_from([[], [0], [1, 3]]),
+}
+_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": st.sampled_from([4, 8]),
+    "n_shared_experts": st.integers(1, 2),
+    "moe_intermediate_size": _WIDTH,
+    "first_k_dense_replace": st.integers(0, 3),
+}
+_LATENTS = {
+    "q_lora_rank": st.sampled_from([None, 3]),
+    "kv_lora_rank": st.integers(1, 5),
+    "qk_nope_head_dim": st.integers(1, 4),
+    "qk_rope_head_dim": st.integers(1, 2),
+    "v_head_dim": st.integers(1, 4),
+}
+_EXTRAS: Mapping[str, st.SearchStrategy[dict[str, object]]] = {
+    "qwen2_moe": st.fixed_dictionaries({**_QWEN_EXPERTS, "shared_expert_intermediate_size": _WIDTH}),
+    "qwen3_moe": st.fixed_dictionaries(_QWEN_EXPERTS),
+    "glm4_moe": st.fixed_dictionaries(
+        {**_DEEPSEEK_EXPERTS, "use_qk_norm": st.booleans(), "attention_bias": st.booleans()}
+    ),
+    "deepseek_v3": st.fixed_dictionaries({**_DEEPSEEK_EXPERTS, **_LATENTS}),
+    "kimi_k2": st.fixed_dictionaries({**_DEEPSEEK_EXPERTS, **_LATENTS}),
+}
 
 
 @st.composite
@@ -37,7 +58,7 @@ def model_configs(draw: st.DrawFn) -> dict[str, object]:
         "num_key_value_heads": groups,
         "head_dim": draw(st.integers(1, 4)),
         "tie_word_embeddings": draw(st.booleans()),
-        **(draw(mixtures()) if family.endswith("_moe") else {}),
+        **(draw(_EXTRAS[family]) if family in _EXTRAS else {}),
         "torch_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
     }
 
@@ -66,11 +87,11 @@ def megatron_names(family: Family, layers: int, experts: int) -> list[str]:
 @given(config=model_configs(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]))
 def test_hf_to_megatron_shards_to_hf_is_bit_exact(config: dict, tp: int, etp: int) -> None:
     family, shape = FAMILIES[config["model_type"]], shape_of(config, 4)
-    if config["model_type"] == "qwen3_moe":
-        del config["shared_expert_intermediate_size"]
     weights = tiny_weights(config)
     found: dict[str, torch.Tensor] = {}
-    for name in megatron_names(family, config["num_hidden_layers"], config.get("num_experts", 0)):
+    for name in megatron_names(
+        family, config["num_hidden_layers"], config.get("num_experts") or config.get("n_routed_experts") or 0
+    ):
         place = family.place(name)
         assert place.name == name
         if not set(place.hf_names) & weights.keys():  # of a tied head, or of the other kind of MLP in this layer

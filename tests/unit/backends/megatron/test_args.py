@@ -153,7 +153,7 @@ def test_rope_scaling_of_llama3(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "sliding-window"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be trained yet; supported: llama, qwen2, qwen2_moe"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' cannot be trained yet; supported: deepseek_v3, glm4_moe"),
     ],
 )
 def test_checkpoints_that_would_train_wrongly_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -1,0 +1,45 @@
+# shellcheck shell=bash disable=SC2034
+# moonshotai/Moonlight-16B-A3B(-Instruct)
+MODEL_ARGS=(
+   --num-layers 27
+   --hidden-size 2048
+   --ffn-hidden-size 11264
+   --num-attention-heads 16
+   --kv-channels 128
+   --vocab-size 163840
+   --norm-epsilon 1e-5
+   --rotary-base 50000
+   --rotary-scaling-factor 1
+   --rotary-percent 1.0
+   --no-masked-softmax-fusion
+   --disable-bias-linear
+   --normalization RMSNorm
+   --position-embedding-type rope
+   --swiglu
+   --untie-embeddings-and-output-weights
+   --multi-latent-attention
+   --kv-lora-rank 512
+   --qk-head-dim 128
+   --qk-pos-emb-head-dim 64
+   --v-head-dim 128
+   --qk-layernorm
+   --num-experts 64
+   --moe-layer-freq "[0]*1+[1]*26"
+   --moe-ffn-hidden-size 1408
+   --moe-shared-expert-intermediate-size 2816
+   --moe-router-topk 6
+   --moe-router-num-groups 1
+   --moe-router-group-topk 1
+   --moe-router-topk-scaling-factor 2.446
+   --moe-router-pre-softmax
+   --moe-router-score-function sigmoid
+   --moe-router-enable-expert-bias
+   --moe-router-bias-update-rate 0
+   --moe-router-load-balancing-type seq_aux_loss
+   --moe-aux-loss-coeff 0
+   --moe-grouped-gemm
+   --moe-router-dtype fp32
+   --moe-permute-fusion
+   --moe-token-drop-policy probs
+   --moe-token-dispatcher-type alltoall
+)

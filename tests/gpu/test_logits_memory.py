@@ -1,0 +1,55 @@
+"""Bytes that scoring takes on a CUDA device besides the logits, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.backends.megatron.logprobs import VocabShard, score_tokens
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+ROWS, VOCAB, CHUNK = 4096, 151_936, 256
+PER_ROW = 60 * 8
+"""Numbers per token that may exist besides: log-probs, normalisers, positions, sorting, their gradients."""
+SLACK = 4 << 20
+"""Rounding of the allocator and workspaces of reductions."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_loss", [False, True])
+def test_forward_and_backward_take_one_chunk(dtype: torch.dtype, entropy_loss: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+    targets = torch.randint(0, VOCAB, (ROWS,), generator=generator, device="cuda")
+    rows = torch.arange(ROWS, device="cuda")
+    sample = slice(0, 8)
+    leaf = logits.detach()[sample].double().requires_grad_()
+    full = torch.log_softmax(leaf / 0.9, -1)
+    want = full.gather(1, targets[sample, None])[:, 0]
+    entropy = -(full.exp() * full).sum(-1)
+    (want.sum() + (entropy.sum() if entropy_loss else 0)).backward()
+    assert leaf.grad is not None
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = score_tokens(
+        logits,
+        targets,
+        VocabShard.of(VOCAB, VOCAB),
+        rows=rows,
+        temperature=0.9,
+        chunk_size=CHUNK,
+        with_entropy=True,
+        reuse_logits=True,
+    )
+    assert scores.entropy is not None
+    loss = scores.log_probs.sum() + (scores.entropy.sum() if entropy_loss else 0)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= CHUNK * VOCAB * 4 + ROWS * PER_ROW + SLACK
+    assert gradient.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(scores.log_probs[sample].double(), want.detach(), atol=2e-5, rtol=1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(gradient[sample].double(), leaf.grad, atol=tolerance * 1e-1, rtol=tolerance)
