@@ -87,9 +87,20 @@ class ActorCritic:
         return [{**mine, **theirs} for mine, theirs in zip(actor, critic, strict=True)]
 
     def save(self, rollout_id: int, timeout_seconds: float | None = None) -> None:
-        """Write the checkpoints of ``rollout_id``, of which the actor's makes the pair complete."""
+        """Write the checkpoints of ``rollout_id``, of which the actor's makes the pair complete.
+
+        With ``--async-save`` that is the one that is complete later.
+        """
         self._errand = _Saving(self._groups, self._config, rollout_id)
         self._finish(timeout_seconds)
+
+    def finish_save(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the actor's checkpoint that is written in the background."""
+        self._groups["actor"].finish_save(timeout_seconds)
+
+    def last_complete_save(self) -> int | None:
+        """Rollout id of the newest pair of checkpoints that was completed."""
+        return self._groups["actor"].last_complete_save()
 
     def save_hf(self, path: str) -> None:
         """Export the actor's Hugging Face weights to ``path``."""

@@ -62,9 +62,13 @@ def launch(config: Config) -> Iterator[Run]:
         run = _bring_up(config, run_dir, stack)
         try:
             yield run
+            run.finish_save()
         except KeyboardInterrupt:
             if ending.signum is not None:
                 _save_before_exit(run, config)
+            raise
+        except SlimeError:
+            _finish_save_of_failed(run, config)
             raise
         logger.info("the run is complete\n%s", run.summary())
 
@@ -135,6 +139,14 @@ def _close_at_end(stack: ExitStack, close: Callable[[float], None]) -> None:
         close(_ORDERLY_SECONDS if kind is None else _HURRIED_SECONDS)
 
     stack.push(leave)
+
+
+def _finish_save_of_failed(run: Run, config: Config) -> None:
+    """A checkpoint in the background is from before the failure: do not lose it."""
+    try:
+        run.finish_save(config.cluster.sigterm_save_timeout_seconds)
+    except SlimeError as error:
+        logger.error("the checkpoint in progress was not completed: %s", error)
 
 
 def _save_before_exit(run: Run, config: Config) -> None:

@@ -23,6 +23,7 @@ from slime.data.batch import build_rollout_batch
 from slime.data.finite import screen_batch
 from slime.data.foreign import build_data_source
 from slime.data.record import load_rollout, regroup, save_rollout
+from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.observability.progress import ProgressBoard, ProgressSnapshot
 from slime.observability.tracking import Outbox
 from slime.plugins import load_plugin
@@ -73,8 +74,7 @@ class RolloutManager:
 
     def start(self) -> int | None:
         """Read the data and load the plug-ins; returns rollouts per epoch where the data says so."""
-        if self._config.data.num_rollout is None:
-            self._count_rollouts()
+        counted = self._count_rollouts() if self._config.data.num_rollout is None else None
         config = self._config
         if self._facts:
             self._context = RolloutContext.open(self._args, progress=self._board)
@@ -84,15 +84,31 @@ class RolloutManager:
         self._eval_fn = self._load(eval_path, "--eval-function-path") if eval_path else self._rollout_fn
         if config.debug.load_debug_rollout_data:
             return None
-        self._source = build_data_source(self._args)
+        self._source = self._with_final_args(counted)
         return self._rollouts_per_epoch(self._source)
 
-    def _count_rollouts(self) -> None:
-        """With ``--num-epoch``: know the number of rollouts before anything of the user's sees ``args``."""
+    def _count_rollouts(self) -> Any:
+        """With ``--num-epoch``: know the number of rollouts before anything else of the user's sees ``args``.
+
+        Returns:
+            The data source that told it; None when dumps are replayed.
+        """
         replayed = self._config.debug.load_debug_rollout_data is not None
-        per_epoch = None if replayed else self._rollouts_per_epoch(build_data_source(self._args))
+        source = None if replayed else build_data_source(self._args)
+        per_epoch = None if source is None else self._rollouts_per_epoch(source)
         self._config = complete_schedule(self._config, per_epoch)
         self._args = self._flat_args()
+        return source
+
+    def _with_final_args(self, counted: Any) -> Any:
+        """The data source; one that was only built to be counted has read its prompts already.
+
+        A user's class may have taken from ``args`` what was not there yet, so it is built anew.
+        """
+        if type(counted) not in (RolloutDataSource, RolloutDataSourceWithBuffer):
+            return build_data_source(self._args)
+        counted.args = self._args
+        return counted
 
     def _rollouts_per_epoch(self, source: Any) -> int | None:
         data = self._config.data

@@ -52,6 +52,8 @@ def rollout_metrics(
     """
     config: Config = args.config
     metrics = {**compute_batch_metrics(batch), "perf/rollout_time": seconds}
+    if config.algorithm.loss_type == "sft_loss":  # nothing is graded
+        metrics = {k: v for k, v in metrics.items() if k not in ("rollout/raw_reward", "rollout/rewards")}
     path = config.rollout.custom_rollout_log_function_path
     if path:
         samples = [s for group in groups for s in flatten_group(group)]

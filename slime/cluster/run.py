@@ -108,7 +108,8 @@ class Run:
         self._group = trainer
         self._connected = False
         self._last_saved: int | None = None
-        self._saving: int | None = None
+        self._saving: int | None = None  # inside the call to the trainer
+        self._in_background: int | None = None  # its files may still be written
         self._step_started = time.monotonic()
         self._trainer_awake = True
         self._engines_awake = not config.cluster.offload_rollout  # launch lets the trainer load first
@@ -118,6 +119,7 @@ class Run:
         self._step_started = time.monotonic()
         for step in range(self.first_step, self.num_rollout):
             yield step
+            self._note_background_save()
             self._report(step)
 
     @contextmanager
@@ -226,13 +228,47 @@ class Run:
         """The checkpoint counts as complete with the trainer's part, so that goes last."""
         assert self._group is not None
         assert self.config.checkpoint.save is not None
-        save_dir, step = Path(self.config.checkpoint.save), report.rollout_id
+        self.finish_save(timeout_seconds)
         if report.data_state is not None:
-            write_data_state(save_dir, step, report.data_state)
-        self._saving = step
-        self._group.save(step, timeout_seconds)
-        self._last_saved, self._saving = step, None
-        prune_data_states(save_dir, self.config.checkpoint.keep_checkpoints, newest=step)
+            write_data_state(Path(self.config.checkpoint.save), report.rollout_id, report.data_state)
+        self._saving = report.rollout_id
+        self._group.save(report.rollout_id, timeout_seconds)
+        self._saving = None
+        self._trainer_saved(report.rollout_id)
+
+    def _trainer_saved(self, step: int) -> None:
+        """The trainer's ``save`` returned: the checkpoint is complete, or in the background."""
+        if self.config.checkpoint.async_save:
+            self._in_background = step
+        else:
+            self._complete(step)
+
+    def _complete(self, step: int) -> None:
+        assert self.config.checkpoint.save is not None
+        self._last_saved = step
+        prune_data_states(Path(self.config.checkpoint.save), self.config.checkpoint.keep_checkpoints, newest=step)
+
+    def _note_background_save(self) -> None:
+        """Take in what the trainer says of a save that it brought to an end while it went on."""
+        step = self._in_background
+        if self._group is not None and step is not None and self._group.last_complete_save() == step:
+            self._in_background = None
+            self._complete(step)
+
+    def finish_save(self, timeout_seconds: float | None = None) -> None:
+        """Wait for a checkpoint that is written in the background, if one is.
+
+        Args:
+            timeout_seconds: The bound; ``--save-timeout-seconds`` unless given.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._group is None or self._in_background is None:
+            return
+        self._group.finish_save(timeout_seconds)
+        self._note_background_save()
+        self._in_background = None  # one that failed is over as well
 
     def save_before_exit(self, timeout_seconds: float) -> None:
         """Save what was trained since the last checkpoint; for a run that is told to end.
@@ -249,14 +285,17 @@ class Run:
         if report is None:
             return
         self._group.wait_idle(timeout_seconds)
-        if self._saving is not None:  # the interrupted call was this save, and it is complete now
-            self._last_saved, self._saving = self._saving, None
+        if self._saving is not None:  # the interrupted call was this save, and it has ended now
+            self._trainer_saved(self._saving)
+            self._saving = None
+        self.finish_save(deadline - time.monotonic())
         if report.rollout_id == self._last_saved:
             return
         if self._engines is not None and not self._trainer_awake:
             self._engines.close(_ENGINES_END_SECONDS)  # busy with a rollout nobody will train, on the trainer's devices
         self._wake_trainer(deadline - time.monotonic())
         self._write_checkpoint(report, deadline - time.monotonic())
+        self.finish_save(deadline - time.monotonic())
         logger.info("saved the checkpoint of rollout %d before ending", report.rollout_id)
 
     def rollouts_ahead(self) -> AsyncRollouts[GeneratedRollout]:

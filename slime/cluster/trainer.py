@@ -51,8 +51,17 @@ class Worker(Protocol):
         """Train one rollout; metrics."""
         ...
 
+    @property
+    def last_complete_save(self) -> int | None:
+        """The newest checkpoint that is complete."""
+        ...
+
     def save(self, rollout_id: int) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint, or begin to."""
+        ...
+
+    def finish_save(self) -> None:
+        """Complete a checkpoint that is written in the background."""
         ...
 
     def save_hf(self, path: str) -> None:
@@ -252,9 +261,22 @@ class TrainerGroup:
         return self._wait([self._actors[0].read.remote("step_metrics")], "tell its metrics", limit)[0]
 
     def save(self, rollout_id: int, timeout_seconds: float | None = None) -> None:
-        """Write the checkpoint of ``rollout_id``; the bound is ``--save-timeout-seconds`` unless given."""
+        """Write the checkpoint of ``rollout_id``; the bound is ``--save-timeout-seconds`` unless given.
+
+        With ``--async-save`` it is complete later: see ``finish_save`` and ``last_complete_save``.
+        """
         limit = self._config.cluster.save_timeout_seconds if timeout_seconds is None else timeout_seconds
         self._call_all("save", rollout_id, limit=limit)
+
+    def finish_save(self, timeout_seconds: float | None = None) -> None:
+        """Wait for a checkpoint written in the background; the bound is as that of ``save``."""
+        limit = self._config.cluster.save_timeout_seconds if timeout_seconds is None else timeout_seconds
+        self._call_all("finish_save", limit=limit)
+
+    def last_complete_save(self) -> int | None:
+        """Rollout id of the newest checkpoint that the ranks completed."""
+        limit = self._config.cluster.train_step_timeout_seconds
+        return self._wait([self._actors[0].read.remote("last_complete_save")], "tell its last save", limit)[0]
 
     def save_hf(self, path: str) -> None:
         """Export Hugging Face weights to ``path``."""

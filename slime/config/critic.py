@@ -75,6 +75,8 @@ def _checkpoint(draft: Draft, actor: CheckpointConfig, own: dict[str, Any]) -> C
         save_hf=None,
         # The driver removes a critic's checkpoint after the actor's, without which it is of no use.
         keep_checkpoints=None,
+        # Complete before the actor's, which makes the pair count, is even begun.
+        async_save=False,
     )
 
 

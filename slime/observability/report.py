@@ -27,6 +27,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("logprob diff", (DIFF_KEY,), ".1e"),
     ("p99", (f"{DIFF_KEY}_p99",), ".1e"),
     ("loss", ("train/loss",), ".4f"),
+    ("perplexity", ("train/perplexity",), ".3f"),
     ("value loss", ("critic-train/value_loss",), ".4f"),
     ("grad norm", ("train/grad_norm",), ".3f"),
     ("clipped", ("train/pg_clipfrac",), ".1%"),

@@ -169,7 +169,7 @@ def _read_reply(args: Any, reply: Mapping[str, Any], replay: Mapping[str, Any]) 
         raise EngineError(f"the engine answered {len(output_ids)} output_ids with {len(token_ids)} log-probs")
     if "return_sampling_mask" in replay and token_ids:
         log_probs = _read_kept_tokens(args, meta, len(token_ids))
-    if "return_routed_experts" in replay and token_ids:
+    if "return_routed_experts" in replay and (token_ids or meta.get("routed_experts") is not None):
         _read_routes(args, meta, replay["routed_experts_start_len"])
     return Completion(token_ids, log_probs, str(reply.get("text") or ""), meta)
 

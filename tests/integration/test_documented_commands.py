@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.sft.make_data import main as make_conversations
 from tests.support.tiny_models import make_tiny_model
 from tools.generate_comparison_data import main as generate_data
 
@@ -38,6 +39,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(folder / "models" / "SmolLM2-135M-Instruct")
     generate_data(["--num-train", "32", "--num-eval", "8", "--output", str(folder / "data" / "quickstart")])
     shutil.copy(folder / "data" / "quickstart" / "train.jsonl", folder / "train.jsonl")
+    make_conversations(["--input", str(folder / "data" / "quickstart"), "--output", str(folder / "talks")])
+    shutil.copy(folder / "talks" / "train.jsonl", folder / "conversations.jsonl")
     shutil.copy(ROOT / "examples" / "quickstart" / "reward.py", folder / "reward.py")
     return folder
 
@@ -62,22 +65,40 @@ def test_documented_command_is_accepted(page: str, tokens: list[str], workspace:
     dry_run(tokens[script], tokens[script + 1 :], workspace)
 
 
+EXAMPLES = {
+    "quickstart": ("quickstart", "train.py", "examples/quickstart/result.py", {}),
+    "sft": ("sft", "train_async.py", "examples.sft.result", {}),
+    "teacher in the trainer": ("on_policy_distillation", "train.py", "examples.on_policy_distillation.result", {}),
+    "teacher behind an address": (
+        *("on_policy_distillation", "train.py", "examples.on_policy_distillation.result"),
+        {"TEACHER_TYPE": "sglang"},
+    ),
+}
+
+
 @pytest.mark.timeout(120)
-def test_quickstart_command_is_accepted(workspace: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_command_is_accepted(name: str, workspace: Path, tmp_path: Path) -> None:
     """The script's own command, taken by a stand-in for the interpreter that writes down its arguments."""
+    folder, script, what_follows, more = EXAMPLES[name]
     recorder = tmp_path / "python"
     recorder.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >> {shlex.quote(str(tmp_path / 'argv'))}\n")
     recorder.chmod(0o755)
-    (tmp_path / "output").mkdir()
+    shutil.copytree(workspace / "talks", tmp_path / "output" / "data")
+    model = str(workspace / "models" / "SmolLM2-135M-Instruct")
     settings = {
         "PYTHON": str(recorder),
         "OUTPUT": str(tmp_path / "output"),
-        "MODEL": str(workspace / "models" / "SmolLM2-135M-Instruct"),
+        "MODEL": model,
+        "TEACHER": model,
         "DATA": str(workspace / "data" / "quickstart"),
+        **more,
     }
-    script = ROOT / "examples" / "quickstart" / "run.sh"
-    subprocess.run(["bash", str(script)], env={**os.environ, **settings}, timeout=60, check=True)
+    command = ["bash", str(ROOT / "examples" / folder / "run.sh")]
+    subprocess.run(command, env={**os.environ, **settings}, timeout=60, check=True)
     arguments = (tmp_path / "argv").read_text().splitlines()
-    flags = arguments[arguments.index("train.py") + 1 : arguments.index("examples/quickstart/result.py")]
+    flags = arguments[arguments.index(script) + 1 : arguments.index(what_follows)]
+    if flags[-1] == "-m":
+        del flags[-1]
     assert "--prompt-data" in flags
-    dry_run("train.py", flags, ROOT)
+    dry_run(script, flags, ROOT)

@@ -109,7 +109,6 @@ MISTAKES = {
         ["--sglang-quantization fp8", "embedded engine"],
     ),
     "unknown placeholder": (["--save-hf", "hf/{step}"], ["--save-hf hf/{step}", "{rollout_id}"]),
-    "background save": (["--async-save"], ["--async-save", "not available in this version"]),
     "Megatron value": (["--hidden-size", "64"], ["--hidden-size", "32"]),
 }
 

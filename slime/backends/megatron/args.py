@@ -159,7 +159,6 @@ def _apply_forced(args: argparse.Namespace, explicit: frozenset[str], context: M
     if context.device == "cpu":
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
         args.use_cpu_initialization = True
-        args.overlap_grad_reduce = args.overlap_param_gather = False
     if "hidden_dropout" not in explicit:
         args.hidden_dropout = 0.0
     if "seq_length" not in explicit:

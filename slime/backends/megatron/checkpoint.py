@@ -1,6 +1,7 @@
 """Megatron distributed checkpoints of model, optimizer, schedule and random state.
 
-Owns their content and the collective save and load; names and renames are ``checkpoint_dirs``'.
+Owns their content and the collective save and load; names and renames are ``checkpoint_dirs``', the files
+of a save and when it is complete ``checkpoint_files``'.
 A checkpoint can be loaded under another tensor, pipeline or data parallel layout; random state is
 restored on the same layout only. Tests hold: training continues bit for bit on the same layout, and
 with equal losses on another.
@@ -9,10 +10,8 @@ with equal losses on another.
 from __future__ import annotations
 
 import logging
-import queue
 import random
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,11 @@ import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
-from torch import distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-from slime.backends.megatron.checkpoint_dirs import CONFIG_FILE, StartPoint, begin_save, finish_save
+from slime.backends.megatron.checkpoint_dirs import StartPoint
 from slime.backends.megatron.checkpoint_extras import load_snapshots, sharded_snapshots
+from slime.backends.megatron.checkpoint_files import PendingSave, checkpoint_faults, plan_save
 from slime.backends.megatron.export import load_hf
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.schedule import continue_optimizer
@@ -68,14 +58,26 @@ class Trainable:
         for i, chunk in enumerate(self.chunks):
             chunk.load_state_dict(state["model" if len(self.chunks) == 1 else f"model{i}"], strict=False)
 
+    def storages(self) -> set[int]:
+        """Addresses of the memory that training writes to."""
+        tensors = [t for chunk in self.chunks for t in chunk.state_dict(keep_vars=True).values()]
+        tensors += [t for snapshot in self.snapshots.values() for t in snapshot.tensors]
+        for part in self.optimizer_parts if self.optimizer is not None else []:
+            if part.optimizer is not None:
+                tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
+                tensors += [v for state in part.optimizer.state.values() for v in state.values()]
+        return {t.untyped_storage().data_ptr() for t in tensors if torch.is_tensor(t)}
+
     @property
     def optimizer_parts(self) -> list[Any]:
         """The optimizers of a chained one."""
         return list(self.optimizer.chained_optimizers)
 
 
-def save_checkpoint(trainable: Trainable, config: Config, parallel: ParallelState, root: Path, rollout_id: int) -> None:
-    """Write ``{root}/iter_{rollout_id:07d}``; it gets its name when it is complete. Collective over all ranks.
+def begin_checkpoint(
+    trainable: Trainable, config: Config, parallel: ParallelState, root: Path, rollout_id: int
+) -> PendingSave:
+    """Describe a checkpoint of ``{root}/iter_{rollout_id:07d}`` whose files are still to be written. Collective.
 
     Args:
         trainable: What to save.
@@ -85,19 +87,15 @@ def save_checkpoint(trainable: Trainable, config: Config, parallel: ParallelStat
         rollout_id: The rollout whose training it contains.
 
     Raises:
-        CheckpointError: Writing failed.
+        CheckpointError: Its directory cannot be made.
     """
-    first = parallel.rank == 0
-    target = _on_first_rank(lambda: str(begin_save(root, rollout_id)), parallel)
     metadata = _content_metadata(parallel)
-    with _checkpoint_faults(f"writing {root}"), _queue_in_process():
-        state = _full_state(trainable, config, parallel, metadata, rollout_id)
-        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.dp_cp_group)
-        stored = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-        dist_checkpointing.save(state, target, strategy, content_metadata=stored, async_strategy="mcore")
-    if first:
-        (Path(target) / CONFIG_FILE).write_text(config.to_json())
-    _on_first_rank(lambda: finish_save(root, rollout_id, keep=config.checkpoint.keep_checkpoints), parallel)
+
+    def state() -> dict[str, Any]:
+        return _full_state(trainable, config, parallel, metadata, rollout_id)
+
+    stored = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    return plan_save(state, stored, config, parallel, root, rollout_id)
 
 
 def load_weights(trainable: Trainable, config: Config, parallel: ParallelState, point: StartPoint) -> None:
@@ -182,12 +180,7 @@ def _full_state(
     with_optimizer = not config.checkpoint.no_save_optim
     with_rng = not config.megatron.get("no_save_rng", False)
     state = trainable.model_state(metadata)
-    extras = sharded_snapshots(
-        trainable.snapshots,
-        trainable.chunks,
-        lambda: trainable.model_state(metadata),
-        copy=config.checkpoint.async_save,
-    )
+    extras = sharded_snapshots(trainable.snapshots, trainable.chunks, lambda: trainable.model_state(metadata))
     if with_optimizer:
         _create_optimizer_states(trainable)
         state["optimizer"] = trainable.optimizer.sharded_state_dict(state, metadata=metadata)
@@ -250,12 +243,12 @@ def _layout(parallel: ParallelState) -> dict[str, int]:
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     # Every rank reads what it needs. FullyParallelLoadStrategyWrapper, which reads once and exchanges, left
     # norms and fc1 of some ranks with their old values over gloo (megatron-core 0.19.2).
-    with _checkpoint_faults(f"loading {path}"):
+    with checkpoint_faults(f"loading {path}"):
         return dist_checkpointing.load(state, str(path), TorchDistLoadShardedStrategy())
 
 
 def _load_common(path: Path) -> dict[str, Any]:
-    with _checkpoint_faults(f"loading {path}"):
+    with checkpoint_faults(f"loading {path}"):
         return dist_checkpointing.load_common_state_dict(str(path))
 
 
@@ -285,47 +278,3 @@ def _restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-
-def _on_first_rank(action: Any, parallel: ParallelState) -> Any:
-    """Run on rank 0 and give every rank the result, or the failure."""
-    outcome: list[Any] = [None]
-    if parallel.rank == 0:
-        try:
-            outcome = [(True, action())]
-        except OSError as error:
-            outcome = [(False, str(error))]
-    if parallel.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    ok, value = outcome[0]
-    if not ok:
-        raise CheckpointError(f"a checkpoint could not be written: {value}; check --save and the free space")
-    return value
-
-
-@contextmanager
-def _queue_in_process() -> Any:
-    """Collect the writers' results without a helper process.
-
-    megatron starts a multiprocessing Manager for them, which outlives a killed rank. A save in the
-    foreground writes from threads of this process, for which a plain queue is enough.
-    """
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    # It also warns that its asynchronous save is deprecated, which a save in the foreground does not use.
-    torch_strategy._logged_mcore_async_deprecation = True
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
-
-
-@contextmanager
-def _checkpoint_faults(doing: str) -> Any:
-    """Name the checkpoint in whatever goes wrong; torch's ``CheckpointException`` is no ``Exception``."""
-    try:
-        yield
-    except (CheckpointException, OSError, KeyError, RuntimeError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"{doing} failed: {error}") from error
-    except dist_checkpointing.core.CheckpointingException as error:
-        raise CheckpointError(f"{doing} failed: {error}") from error

@@ -34,7 +34,7 @@ _FLAGS = {
 
 
 def sharded_snapshots(
-    snapshots: dict[str, WeightSnapshot], chunks: Sequence[Any], model_state: ModelState, *, copy: bool
+    snapshots: dict[str, WeightSnapshot], chunks: Sequence[Any], model_state: ModelState
 ) -> dict[str, Any]:
     """State of all snapshots for saving, each under its name.
 
@@ -42,12 +42,11 @@ def sharded_snapshots(
         snapshots: By name.
         chunks: The model, which lends its sharding.
         model_state: Describes the chunks.
-        copy: Whether training may change the snapshots before the state is written.
     """
     states: dict[str, Any] = {}
     for name, snapshot in snapshots.items():
         with snapshot.lent_to(chunks):
-            states[name] = _described(name, model_state(), copy=copy)
+            states[name] = _described(name, model_state())
     return states
 
 
@@ -82,18 +81,18 @@ def load_snapshots(
             )
             continue
         with snapshot.lent_to(chunks):
-            loaded = load({name: _described(name, model_state(), copy=False)})
+            loaded = load({name: _described(name, model_state())})
             put(loaded[name])
             snapshot.update(chunks)
 
 
-def _described(name: str, state: dict[str, Any], *, copy: bool) -> dict[str, Any]:
+def _described(name: str, state: dict[str, Any]) -> dict[str, Any]:
     """A model state under another prefix that keeps its values when the model gets its own weights back."""
 
     def keep(entry: Any) -> Any:
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and isinstance(entry.data, torch.Tensor):
-            on_cpu = entry.data.device.type == "cpu"
-            entry.data = entry.data.detach() if on_cpu and not copy else entry.data.detach().to("cpu", copy=True)
+            # On a CPU this is the snapshot's own memory; on a device a copy of what is only lent to it.
+            entry.data = entry.data.detach().cpu()
         return entry
 
     add_prefix_for_sharding(state, f"{name}.")

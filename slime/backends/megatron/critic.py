@@ -42,7 +42,11 @@ class CriticWorker(MegatronWorker):
         Returns:
             ``critic-train/*`` of all optimizer steps together and ``perf/critic_*``; equal on every rank
             except ``perf/*``, which is this rank's.
+
+        Raises:
+            CheckpointError: A checkpoint written in the background failed.
         """
+        self._complete_written_save()
         metrics = self._trainer.train(with_rows(batch, values=values, returns=returns))
         times = self._timer.perf_metrics()
         self._timer.reset()

@@ -32,6 +32,9 @@ from slime.config import Config
 from slime.errors import DataError, PluginError
 from slime.types import RolloutBatch
 
+NLL = "nll"
+"""Metric of supervised losses; its sums are over tokens, however the loss weighs them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossContext:
@@ -110,8 +113,11 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
 def supervised_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScores) -> Objective:
     """Negative log-likelihood of the unmasked response tokens."""
     reducer = context.reducer(micro_batch)
-    loss = reducer(sft_loss(blank_masked(scores.log_probs, reducer.mask)))
-    return Objective(loss=loss, sums={"loss": loss.detach()})
+    losses = sft_loss(blank_masked(scores.log_probs, reducer.mask))
+    loss = reducer(losses)
+    return Objective(
+        loss=loss, sums={"loss": loss.detach(), NLL: TokenReducer.per_token(reducer.mask)(losses).detach()}
+    )
 
 
 def critic_loss(context: LossContext, micro_batch: MicroBatch, values: Tensor) -> Objective:

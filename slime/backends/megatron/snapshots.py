@@ -20,6 +20,11 @@ class WeightSnapshot:
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._tensors = [t.detach().to("cpu", copy=True) for t in _tensors(chunks)]
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it holds, on the CPU."""
+        return self._tensors
+
     def update(self, chunks: Sequence[Any]) -> None:
         """Copy the model's present weights."""
         for mine, theirs in zip(self._tensors, _tensors(chunks), strict=True):

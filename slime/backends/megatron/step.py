@@ -20,11 +20,14 @@ from torch import Tensor
 
 from slime.algorithms.objective import Objective
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.loss import LossContext, critic_loss, custom_loss, policy_loss, supervised_loss
+from slime.backends.megatron.loss import NLL, LossContext, critic_loss, custom_loss, policy_loss, supervised_loss
 from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
 from slime.backends.megatron.skip_guard import Skip, gradient_skip, loss_skip
+
+MAX_NLL = 700.0
+"""Above, the perplexity is no float any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,7 @@ class TrainStep:
         objectives = self._accumulate(context, micro_batches, denominators, log_probs, entropy)
         custom = context.config.algorithm.loss_type == "custom_loss"
         metrics = reduce_objectives(objectives, denominators.of_metrics, self._passes.parallel, names_may_differ=custom)
+        metrics |= _likelihood(metrics, denominators)
         skip, grad_norm = self._update(loss_skip(metrics))
         for index, group in enumerate(self.optimizer.param_groups):
             metrics[f"lr-pg_{index}"] = float(group["lr"])
@@ -223,6 +227,14 @@ class TrainStep:
             for name, parameter in chunk.named_parameters()
             if parameter.requires_grad and not parameter.main_grad.isfinite().all()
         ]
+
+
+def _likelihood(metrics: dict[str, float], denominators: Denominators) -> dict[str, float]:
+    """Of a supervised step: the mean negative log-likelihood of its tokens, and the perplexity."""
+    if NLL not in metrics:
+        return {}
+    nll = metrics[NLL] * denominators.of_metrics / max(denominators.num_tokens, 1)
+    return {NLL: nll, "perplexity": math.exp(min(nll, MAX_NLL))}
 
 
 def _trained_tokens(context: LossContext, micro_batch: MicroBatch) -> list[float]:

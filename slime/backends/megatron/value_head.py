@@ -65,8 +65,13 @@ def give_value_head(model: GPTModel, *, seed: int) -> None:
 
 
 def leave_missing_head_out(state: dict[str, Any], path: Path) -> None:
-    """Take the head out of what is to be loaded if the Megatron checkpoint at ``path`` has none."""
-    if f"{CHECKPOINT_NAME}.weight" in dist_checkpointing.load_tensors_metadata(str(path)):
-        return
-    for name in _PARAMETERS:
-        state.pop(name, None)
+    """Take the head out of what is to be loaded if the Megatron checkpoint at ``path`` has none.
+
+    Args:
+        state: Sharded state of a chunk, whatever it is wrapped in.
+        path: The checkpoint.
+    """
+    stored = dist_checkpointing.load_tensors_metadata(str(path))
+    for name in [name for name in state if name.endswith(_PARAMETERS)]:
+        if state[name].key not in stored:
+            del state[name]

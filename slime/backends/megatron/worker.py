@@ -18,14 +18,9 @@ from slime.backends.megatron import cpu
 cpu.install()  # before the first import of megatron
 
 from slime.backends.megatron import parallel as parallel_groups  # noqa: E402
-from slime.backends.megatron.checkpoint import (  # noqa: E402
-    Trainable,
-    load_weights,
-    resume,
-    resume_snapshots,
-    save_checkpoint,
-)
+from slime.backends.megatron.checkpoint import Trainable, load_weights, resume, resume_snapshots  # noqa: E402
 from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point, teacher_point  # noqa: E402
+from slime.backends.megatron.checkpoint_saver import CheckpointSaver  # noqa: E402
 from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E402
 from slime.backends.megatron.hooks import TrainHooks, load_hooks  # noqa: E402
 from slime.backends.megatron.model import build_model, build_optimizer  # noqa: E402
@@ -76,6 +71,7 @@ class MegatronWorker:
         self._weights_changed = True  # since the last update_weights; loaded weights are news to an engine
         self._rotated = False  # whether the snapshots of --keep-old-actor know the newest weights
         self._transport: TensorTransport | None = None
+        self._saver: CheckpointSaver | None = None
         self._closed = False
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -110,6 +106,8 @@ class MegatronWorker:
             resume_snapshots(self._trainable, self.parallel, start)
             # A checkpoint may be from after the hand-over to the engines, which a resumed run repeats.
             self._rotated = self._old_actor is not None and self._rollout_actor.equals(self.chunks)
+        if config.checkpoint.save is not None:
+            self._saver = CheckpointSaver(self._trainable, config, self.parallel, Path(config.checkpoint.save))
         if config.checkpoint.start_rollout_id is not None:
             return config.checkpoint.start_rollout_id
         return start.iteration + 1 if start.resume and start.iteration is not None else 0
@@ -124,7 +122,11 @@ class MegatronWorker:
         Returns:
             ``train/*`` of all optimizer steps together, ``rollout/*`` and ``perf/*``; equal on every rank
             except ``perf/*``, which is this rank's.
+
+        Raises:
+            CheckpointError: A checkpoint written in the background failed.
         """
+        self._complete_written_save()
         metrics = self._trainer.train(_with_values(batch, values))
         self._weights_changed, self._rotated = True, False
         interval = self.config.algorithm.ref_update_interval
@@ -140,7 +142,11 @@ class MegatronWorker:
 
         Returns:
             ``rollout/*`` and ``perf/*``.
+
+        Raises:
+            CheckpointError: A checkpoint written in the background failed.
         """
+        self._complete_written_save()
         metrics = self._trainer.estimate(_with_values(batch, values)) | self._timer.perf_metrics()
         self._timer.reset()
         return metrics
@@ -158,15 +164,31 @@ class MegatronWorker:
     def save(self, rollout_id: int) -> None:
         """Write ``{save}/iter_{rollout_id:07d}``; it appears whole or not at all.
 
+        With ``--async-save`` the files are written while training goes on; the checkpoint is completed by
+        the first ``train`` after that, by the next ``save`` or by ``finish_save``.
+
         Raises:
             ConfigError: Without ``--save``.
             CheckpointError: Writing failed.
         """
-        if self.config.checkpoint.save is None:
+        if self._saver is None:
             raise ConfigError("saving a checkpoint needs --save")
         with self._timer.context("save_model"):
-            root = Path(self.config.checkpoint.save)
-            save_checkpoint(self._trainable, self.config, self.parallel, root, rollout_id)
+            self._saver.save(rollout_id)
+
+    def finish_save(self) -> None:
+        """Wait for a checkpoint that is written in the background, and complete it.
+
+        Raises:
+            CheckpointError: Writing failed.
+        """
+        if self._saver is not None:
+            self._saver.finish()
+
+    @property
+    def last_complete_save(self) -> int | None:
+        """Rollout id of the newest checkpoint that this worker completed. Not collective."""
+        return None if self._saver is None else self._saver.last_complete
 
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face directory."""
@@ -223,6 +245,11 @@ class MegatronWorker:
         if not self._closed:
             self._closed = True
             parallel_groups.destroy()
+
+    def _complete_written_save(self) -> None:
+        """Complete a checkpoint that was written in the background, if all ranks are ready."""
+        if self._saver is not None:
+            self._saver.poll()
 
     def _load_references(self, start: StartPoint) -> StartPoint | None:
         """Keep copies of the reference's and the teacher's weights if anything needs them.

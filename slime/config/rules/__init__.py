@@ -21,8 +21,10 @@ from slime.config.rules.model import resolve_model
 from slime.config.rules.objective import check_objective
 from slime.config.rules.outputs import resolve_outputs
 from slime.config.rules.placement import resolve_placement
+from slime.config.rules.supervised import resolve_supervised
 
 RULES: tuple[Callable[[Draft], None], ...] = (
+    resolve_supervised,
     resolve_outputs,
     resolve_placement,
     resolve_model,

@@ -52,8 +52,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_routing_replay": _DEFAULT_ONLY,
     "use_rollout_routing_replay": _DEFAULT_ONLY,
     "use_stateless_adam": _DEFAULT_ONLY,
-    # Checkpoints
-    "async_save": _DEFAULT_ONLY,
     # Model
     "model_name": _DEFAULT_ONLY,
     "allgather_cp": _DEFAULT_ONLY,

@@ -85,6 +85,9 @@ def _columns(draft: Draft) -> None:
     if "input_key" not in draft.given and data.input_key not in row and "prompt" in row:
         draft.data = replace(draft.data, input_key="prompt")
         draft.notices.append(f"no --input-key and no column {data.input_key!r}: prompts are taken from 'prompt'")
+    elif "input_key" not in draft.given and data.input_key not in row and "messages" in row:
+        draft.data = replace(draft.data, input_key="messages")
+        draft.notices.append(f"no --input-key and no column {data.input_key!r}: prompts are taken from 'messages'")
     if "label_key" not in draft.given and "label" in row:
         draft.data = replace(draft.data, label_key="label")
         draft.notices.append("no --label-key: labels are taken from the column 'label'")

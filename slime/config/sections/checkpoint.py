@@ -26,7 +26,11 @@ class CheckpointConfig(Section):
     save_interval: int | None = flag(
         None, at_least=1, doc="Save after every N rollouts; without --save below --output-dir."
     )
-    async_save: bool = flag(False, doc="Write checkpoints in the background.")
+    async_save: bool = flag(
+        False,
+        doc="Write checkpoints while training goes on, from a copy of the state: a save holds up the run for the copy "
+        "only, and needs the memory for it.",
+    )
     no_save_optim: bool = flag(False, doc="Leave the optimizer's state out of checkpoints.")
     save_hf: str | None = flag(
         None, metavar="DIR", doc="Also write Hugging Face weights; {rollout_id} in the path is filled in."

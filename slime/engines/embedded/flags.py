@@ -21,9 +21,9 @@ _WITHOUT_EFFECT = (
     *("max-prefill-tokens", "schedule-conservativeness", "sampling-backend", "grammar-backend", "enable-metrics"),
     *("watchdog-timeout", "dist-timeout", "skip-server-warmup", "enable-memory-saver", "base-gpu-id", "gpu-id-step"),
     *("enable-draft-weights-cpu-backup", "enable-deterministic-inference", "disable-custom-all-reduce"),
-    *("nccl-port", "dist-init-addr"),
+    *("nccl-port", "dist-init-addr", "enable-return-routed-experts"),
 )
-"""SGLang flags about speed, memory and placement that change no answer here; each is logged when given."""
+"""SGLang flags that change no answer here: speed, memory, placement, and what is always on; logged when given."""
 _ONLY_ONE = ("tp-size", "tensor-parallel-size", "dp-size", "pp-size", "ep-size", "nnodes")
 
 

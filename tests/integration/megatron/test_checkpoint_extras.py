@@ -39,14 +39,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(
-    model_dir: Path, folder: Path, kind: str, *, load: bool = False, argv: Sequence[str] = (), num_processes: int = 1
+    model_dir: Path,
+    folder: Path,
+    kind: str,
+    *,
+    load: bool = False,
+    argv: Sequence[str] = (),
+    num_processes: int = 1,
+    async_save: bool = False,
 ) -> Config:
     return make_config(
         model_dir,
         (*SCHEDULE, *argv),
         num_processes=num_processes,
         data={"global_batch_size": 12, "micro_batch_size": 5},
-        checkpoint={"save": str(folder), "load": str(folder) if load else None},
+        checkpoint={"save": str(folder), "load": str(folder) if load else None, "async_save": async_save},
         **MOVING[kind],
     )
 
@@ -79,10 +86,15 @@ def run_and_save(worker: Any, *, after_sync: bool = False) -> list[dict[str, flo
 
 
 @pytest.mark.parametrize("after_sync", [False, True], ids=["before-sync", "after-sync"])
-@pytest.mark.parametrize("kind", MOVING)
-def test_an_interrupted_run_continues_bit_for_bit(model_dir: Path, tmp_path: Path, kind: str, after_sync: bool) -> None:
-    with running_worker(config_for(model_dir, tmp_path, kind)) as worker:
+@pytest.mark.parametrize(
+    ("kind", "async_save"), [("reference", False), ("old_actor", False), ("both", False), ("both", True)]
+)
+def test_an_interrupted_run_continues_bit_for_bit(
+    model_dir: Path, tmp_path: Path, kind: str, async_save: bool, after_sync: bool
+) -> None:
+    with running_worker(config_for(model_dir, tmp_path, kind, async_save=async_save)) as worker:
         want = run_and_save(worker, after_sync=after_sync)
+        worker.finish_save()
     with running_worker(config_for(model_dir, tmp_path, kind, load=True)) as worker:
         worker.update_weights()
         got = run(worker, BATCHES[4:])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.memory import peak_bytes
+from tests.support.memory import in_child, peak_bytes
 from tests.support.rollouts import make_rollout
 from tests.support.tiny_models import make_tiny_model
 from tests.support.training import make_config
@@ -37,8 +37,9 @@ def train(model_dir: Path, **flags: Any) -> tuple[int, dict[str, float]]:
 
 def test_recomputed_logits_are_never_whole(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, hidden_size=32, tie_word_embeddings=True)
-    whole, want = train(model_dir)
-    chunked, found = train(model_dir, recompute_loss_function=True, log_probs_chunk_size=CHUNK)
+    whole, want = in_child(lambda: train(model_dir))
+    recompute: dict[str, Any] = {"recompute_loss_function": True, "log_probs_chunk_size": CHUNK}
+    chunked, found = in_child(lambda: train(model_dir, **recompute))
     logits = ROWS * VOCAB * 4
     assert whole > logits
     # What is left is the gradient of the head's weight, its sum over chunks, and one chunk.

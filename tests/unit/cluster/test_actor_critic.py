@@ -189,3 +189,14 @@ def test_a_critic_goes_with_its_actor(tmp_path):
         "iter_0000002",
         "iter_0000009",
     ]
+
+
+def test_what_is_written_in_the_background_is_the_actors_part(tmp_path):
+    both, _, (actor, _) = make(tmp_path)
+    finished = []
+    actor.finish_save = finished.append
+    actor.last_complete_save = lambda: 3
+    both.save(3)
+    both.finish_save(5.0)
+    assert finished == [5.0]
+    assert both.last_complete_save() == 3

@@ -14,7 +14,7 @@ from slime.config import (
     EvalConfig,
     WeightsConfig,
 )
-from slime.errors import WeightSyncError
+from slime.errors import CheckpointError, WeightSyncError
 from slime.observability.logprob_diagnosis import LogprobFacts
 from slime.observability.logprob_monitor import LogprobMonitor
 from slime.observability.report import Reporter
@@ -65,7 +65,8 @@ class Trainer:
     def __init__(self, devices, engines):
         self.devices, self.engines = devices, engines
         self.version = 0
-        self.save_limits = []
+        self.save_limits, self.finish_limits = [], []
+        self.saving = self.last = None
 
     def wake_up(self, timeout_seconds=None):
         self.devices.trainer = True
@@ -101,6 +102,15 @@ class Trainer:
         assert self.devices.trainer
         self.devices.note(f"save {step}")
         self.save_limits.append(timeout_seconds)
+        self.saving = step
+
+    def finish_save(self, timeout_seconds=None):
+        self.devices.note(f"finish save {self.saving}")
+        self.finish_limits.append(timeout_seconds)
+        self.last = self.saving
+
+    def last_complete_save(self):
+        return self.last
 
     def save_hf(self, path):
         self.devices.note(f"export {Path(path).name}")
@@ -315,3 +325,73 @@ def test_step_records_have_times_and_throughput(make_run, tmp_path):
     assert row["perf/step_time"] >= row["perf/train_time"] >= 0
     assert row["perf/samples_per_sec"] == pytest.approx(2 / row["perf/step_time"])
     assert 0 <= row["perf/wait_time_ratio"] <= 1
+
+
+@pytest.fixture
+def background(make_run, tmp_path):
+    checkpoint = CheckpointConfig(save=str(tmp_path / "ckpt"), save_interval=1, keep_checkpoints=1, async_save=True)
+    run, devices = make_run(num_rollout=3, checkpoint=checkpoint)
+    rollouts = [run.rollout.generate(step) for step in range(3)]
+
+    def train_and_save(step):
+        run.trainer.train(step, rollouts[step])
+        run.save(step)
+
+    return run, devices, train_and_save
+
+
+def saves(devices):
+    return [e for e in devices.log if "save" in e]
+
+
+def test_a_save_in_the_background_counts_when_the_trainer_says_so(background, tmp_path):
+    run, devices, train_and_save = background
+    steps = run.steps()
+    train_and_save(next(steps))
+    assert run._last_saved is None
+    next(steps)
+    assert run._last_saved is None
+    run._group.last = 0
+    next(steps)
+    assert run._last_saved == 0
+    run.finish_save()
+    assert saves(devices) == ["save 0"]
+
+
+def test_the_next_save_and_the_end_of_the_run_wait_for_it(background, tmp_path):
+    run, devices, train_and_save = background
+    train_and_save(0)
+    train_and_save(1)
+    assert saves(devices) == ["save 0", "finish save 0", "save 1"]
+    assert run._last_saved == 0
+    (tmp_path / "ckpt" / "iter_0000001").mkdir()
+    run.finish_save()
+    assert run._last_saved == 1
+    assert not state_file(tmp_path, 0).exists()  # pruned with its checkpoint, but not before the next was complete
+    assert state_file(tmp_path, 1).exists()
+
+
+def test_told_to_end_it_completes_the_save_within_the_time_that_is_left(background):
+    run, devices, train_and_save = background
+    train_and_save(0)
+    run.save_before_exit(1)
+    assert saves(devices) == ["save 0", "finish save 0"]
+    run.trainer.train(1, run.rollout.generate(1))
+    run.save_before_exit(1)
+    assert saves(devices)[2:] == ["save 1", "finish save 1"]
+    assert all(0 < limit <= 1 for limit in run._group.finish_limits)
+
+
+def test_a_save_that_failed_in_the_background_never_counts(background):
+    run, _, train_and_save = background
+    train_and_save(0)
+
+    def fail(timeout_seconds):
+        raise CheckpointError("no space left")
+
+    run._group.finish_save = fail
+    with pytest.raises(CheckpointError, match="no space left"):
+        run.finish_save()
+    run._group.finish_save = lambda timeout_seconds: None  # the ranks have nothing in progress any more
+    run.finish_save()
+    assert run._last_saved is None

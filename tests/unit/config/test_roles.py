@@ -38,7 +38,7 @@ def saved(root: Path, *iterations: int) -> Path:
 
 
 def test_the_critic_has_the_actors_configuration_but_no_kl_and_a_head_of_its_own(run: Run) -> None:
-    config = run(f"{PPO} --kl-coef 0.1 --value-clip 0.5 --lr 1e-5 --save-interval 1 --keep-checkpoints 2")
+    config = run(f"{PPO} --kl-coef 0.1 --value-clip 0.5 --lr 1e-5 --save-interval 1 --keep-checkpoints 2 --async-save")
     critic = critic_config(config)
     assert (config.role, critic.role, critic.critic) == ("actor", "critic", None)
     assert config.algorithm.kl_coef == 0.1
@@ -49,6 +49,7 @@ def test_the_critic_has_the_actors_configuration_but_no_kl_and_a_head_of_its_own
     assert critic.checkpoint.save == f"{config.checkpoint.save}/critic"
     assert critic.checkpoint.load == config.checkpoint.load
     assert critic.checkpoint.keep_checkpoints is None
+    assert not critic.checkpoint.async_save  # complete before the actor's is begun
     assert (critic.cluster, critic.data) == (config.cluster, config.data)
     assert Config.from_json(config.to_json()) == config
     assert Config.from_json(critic.to_json()) == critic

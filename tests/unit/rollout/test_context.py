@@ -13,10 +13,11 @@ from slime.errors import ConfigError
 from slime.rollout.context import RolloutContext
 from slime.rollout.established import get, get_async_loop, get_model_url, post, run
 from slime.rollout.failures import TooManyFailuresError
+from slime.rollout.generate import generate
 from slime.rollout.pipeline import generate_rollout
 from slime.rollout.state import GenerateState
 from slime.types import Sample, Status
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import Answer, FakeEngine
 from tests.support.rollout_args import ListSource, make_args, open_context
 
 
@@ -152,6 +153,22 @@ def test_routes_are_asked_for_from_the_first_unknown_token(model_path):
     assert engine.requests[0]["routed_experts_start_len"] == 5
     continued = output.samples[0][0].rollout_routed_experts
     assert continued[:, 0, 0].tolist() == [9, 9, 9, 9, 9, 5, 6, 7]
+
+
+def test_an_answer_without_tokens_keeps_the_record(model_path):
+    """Ended before its first token: some engines send the routes of the prompt even then."""
+    custom = {"num_layers": 3, "moe_router_topk": 2}
+    ended = Answer([], "", {"type": "abort", "message": "aborted"})
+    with (
+        FakeEngine(lambda *_: ended, routes=(3, 2)) as engine,
+        open_context(model_path, engine.url, custom=custom, use_rollout_routing_replay=True) as context,
+    ):
+        sample = Sample(index=0, tokens=[60, 61, 62, 65, 66], response_length=2, status=Status.ABORTED)
+        sample.rollout_log_probs, sample.loss_mask = [-1.0, -2.0], [1, 1]
+        sample.rollout_routed_experts = np.full((4, 3, 2), 9, dtype=np.int32)
+        run(generate(context.args, sample, dict(context.sampling_params)))
+    assert sample.status is Status.ABORTED
+    assert sample.rollout_routed_experts.shape == (4, 3, 2)
 
 
 @pytest.mark.parametrize(
