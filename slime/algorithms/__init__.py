@@ -16,14 +16,15 @@ from slime.algorithms.advantages import (
     Estimator,
     broadcast_reward,
     generalized_advantages,
+    leave_one_out,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
 )
-from slime.algorithms.baselines import shape_group_rewards
+from slime.algorithms.baselines import overlong_penalty, shape_group_rewards
 from slime.algorithms.losses import cispo_loss, clipped_policy_loss
 from slime.algorithms.objective import ClipRange, PolicyForm
 
-__all__ = ["ALGORITHMS", "AlgorithmSpec", "shape_group_rewards"]
+__all__ = ["ALGORITHMS", "AlgorithmSpec", "overlong_penalty", "shape_group_rewards"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class AlgorithmSpec:
         form: Its policy loss.
         group_baseline: Rewards are compared within their prompt group (unless switched off).
         group_std: The group baseline may be divided by the group's standard deviation.
+        leave_one_out: The group baseline leaves the rollout's own reward out.
         needs_critic: Trains a value model.
         needs_old_log_probs: Old log-probs must come from a pass of their own, even when one optimizer
             step per rollout would make them equal to the current ones.
@@ -44,6 +46,7 @@ class AlgorithmSpec:
     form: PolicyForm
     group_baseline: bool = False
     group_std: bool = False
+    leave_one_out: bool = False
     needs_critic: bool = False
     needs_old_log_probs: bool = False
 
@@ -75,6 +78,7 @@ ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType(
             group_baseline=True,
             group_std=True,
         ),
+        "rloo": AlgorithmSpec(estimate=leave_one_out, form=_PPO_CLIP, group_baseline=True, leave_one_out=True),
         "reinforce_plus_plus": AlgorithmSpec(estimate=reinforce_plus_plus, form=_PPO_CLIP),
         "reinforce_plus_plus_baseline": AlgorithmSpec(
             estimate=reinforce_plus_plus_baseline, form=_PPO_CLIP, group_baseline=True

@@ -89,6 +89,20 @@ def broadcast_reward(inputs: AdvantageInputs) -> Advantages:
     return Advantages(advantages=rows, returns=list(rows))
 
 
+def leave_one_out(inputs: AdvantageInputs) -> Advantages:
+    """RLOO: the reward above its leave-one-out baseline, minus the KL penalty from each token to the end.
+
+    Paper: https://arxiv.org/abs/2402.14740. The baseline (``baselines``) is of rewards only; a token's
+    penalty counts what follows it, which leaves the gradient of the paper's sequence penalty unchanged
+    in expectation.
+    """
+    rows: list[Tensor] = []
+    for reward, kl, mask in zip(inputs.rewards, inputs.kl, inputs.masks, strict=True):
+        penalties = torch.where(mask.bool(), -inputs.kl_coef * kl, torch.zeros_like(kl))
+        rows.append(reward + discounted_sums(penalties, 1.0))
+    return Advantages(advantages=rows, returns=list(rows))
+
+
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Advantages:
     """REINFORCE++: discounted sum of the KL penalty and the reward at the last trained token.
 

@@ -1,4 +1,4 @@
-"""Group baselines: rewards of one prompt's rollouts, compared with each other.
+"""Reward shaping: one prompt's rollouts compared with each other, and the penalty for length.
 
 Runs where whole groups are visible, before any sharding; plain Python numbers in and out. Tests
 hold: ragged groups, fanned-out rollouts and any order of samples give the textbook values.
@@ -19,8 +19,12 @@ def shape_group_rewards(
     rollout_ids: Sequence[int],
     *,
     normalize_std: bool,
+    leave_one_out: bool = False,
 ) -> list[float]:
     """Subtract each group's mean reward and, if asked, divide by its standard deviation.
+
+    With ``leave_one_out`` a rollout is compared with the mean of the *others* of its group (RLOO,
+    https://arxiv.org/abs/2402.14740).
 
     Samples with one ``rollout_id`` are segments of one trajectory: they share its reward (the mean
     over its samples, should they differ) and count once in the group's statistics. Groups may
@@ -33,6 +37,8 @@ def shape_group_rewards(
         rollout_ids: N trajectory ids, unique across groups.
         normalize_std: Divide by the unbiased standard deviation + 1e-6. A group of one rollout
             has none and gives 0.
+        leave_one_out: Leave a rollout's own reward out of its baseline. A group of one rollout has
+            no others and gives 0.
 
     Returns:
         N shaped rewards.
@@ -61,7 +67,25 @@ def shape_group_rewards(
         values = np.array([rollout_rewards[r] for r in rollouts], dtype=np.float64)
         # Equal rewards must give exactly 0: rounding of the mean over 1e-6 would not.
         centred = np.zeros_like(values) if np.ptp(values) == 0 else values - values.mean()
+        if leave_one_out and len(values) > 1:
+            # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
+            centred = centred * (len(values) / (len(values) - 1))
         if normalize_std and len(values) > 1:
             centred = centred / (values.std(ddof=1) + STD_EPSILON)
         shaped.update(zip(rollouts, centred.tolist(), strict=True))
     return [shaped[rollout] for rollout in rollout_ids]
+
+
+def overlong_penalty(response_length: int, max_response_length: int, buffer_length: int, factor: float) -> float:
+    """DAPO's soft over-long penalty: 0 up to the buffer, then linearly down to ``-factor``.
+
+    Paper: https://arxiv.org/abs/2503.14476, equation 13.
+
+    Args:
+        response_length: Tokens of the response.
+        max_response_length: Where the penalty reaches ``factor``; longer responses get no more.
+        buffer_length: Tokens below the maximum over which it grows, at least 1.
+        factor: Its size at the end, at least 0.
+    """
+    excess = response_length - (max_response_length - buffer_length)
+    return -factor * min(max(excess / buffer_length, 0.0), 1.0)

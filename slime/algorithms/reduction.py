@@ -70,12 +70,12 @@ def segment_means(x: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReducer:
-    """Weighted sum of token values: each rollout weighs 1, or each token does.
+    """Weighted sum of token values: each rollout weighs 1, each token does, or each is divided by a constant.
 
     Args:
         mask: ``[R]`` float, 1 where a token counts.
         denominators: ``[R]`` float, what a token's value is divided by: the mask sum of its whole
-            rollout (at least 1), or 1 for token-level weighting.
+            rollout (at least 1), 1 for token-level weighting, or the constant.
     """
 
     mask: Tensor
@@ -97,6 +97,14 @@ class TokenReducer:
     def per_token(cls, mask: Tensor) -> TokenReducer:
         """Each unmasked token weighs 1."""
         return cls(mask=mask, denominators=torch.ones_like(mask))
+
+    @classmethod
+    def constant(cls, mask: Tensor, denominator: float) -> TokenReducer:
+        """Dr. GRPO: token sums over a constant, so that no response's weight depends on its length.
+
+        Paper: https://arxiv.org/abs/2503.20783.
+        """
+        return cls(mask=mask, denominators=torch.full_like(mask, denominator))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Weighted sum of ``x`` ``[R]``; a scalar in the dtype of ``x`` (at least float32)."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from slime.algorithms import ALGORITHMS, shape_group_rewards
+from slime.algorithms import ALGORITHMS, overlong_penalty, shape_group_rewards
 from slime.data.columns import (
     batch_from_columns,
     fill_missing_ids,
@@ -40,6 +40,9 @@ class BatchArgs(SampleArgs, Protocol):
     advantage_estimator: str
     rewards_normalization: bool
     grpo_std_normalization: bool
+    overlong_buffer_len: int | None
+    overlong_penalty_factor: float
+    rollout_max_response_len: int | None
     custom_reward_post_process_path: str | None
     custom_convert_samples_to_train_data_path: str | None
 
@@ -76,7 +79,8 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
     for sample in samples:
         _check_ready(sample)
     rollout_ids = fill_missing_ids([sample.rollout_id for sample in samples])
-    raw_rewards, rewards = _rewards(args, samples, group_ids, rollout_ids)
+    penalties = overlong_penalties(args, samples)
+    raw_rewards, rewards = _rewards(args, samples, group_ids, rollout_ids, penalties)
     loss_masks = [_loss_mask(sample) for sample in samples]
     kept_ids, kept_offsets = kept_token_columns(
         [sample.rollout_top_p_token_ids for sample in samples],
@@ -104,7 +108,7 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
             [sample.rollout_routed_experts for sample in samples], [len(sample.tokens) for sample in samples]
         ),
         metadata=_metadata_column(samples),
-        extra=_extra_columns(samples),
+        extra=_extra_columns(samples) | ({} if penalties is None else {"overlong_penalty": penalties}),
     )
 
 
@@ -159,7 +163,11 @@ def _check_ready(sample: Sample) -> None:
 
 
 def _rewards(
-    args: BatchArgs, samples: list[Sample], group_ids: list[int], rollout_ids: list[int]
+    args: BatchArgs,
+    samples: list[Sample],
+    group_ids: list[int],
+    rollout_ids: list[int],
+    penalties: Sequence[float] | None,
 ) -> tuple[list[float], list[float]]:
     """Rewards as graded and as trained on."""
     path = args.custom_reward_post_process_path
@@ -168,7 +176,8 @@ def _rewards(
     raw = [_reward_value(args, sample) for sample in samples]
     # What a fault of a plug-in left behind says nothing about the prompt, so it moves no baseline.
     graded = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
-    return raw, baseline_rewards(args, raw, group_ids, rollout_ids, graded)
+    scored = raw if penalties is None else [r + p for r, p in zip(raw, penalties, strict=True)]
+    return raw, baseline_rewards(args, scored, group_ids, rollout_ids, graded)
 
 
 def baseline_rewards(
@@ -178,7 +187,7 @@ def baseline_rewards(
 
     Args:
         args: Flat argument view.
-        raw: N rewards as graded.
+        raw: N rewards as graded, and shortened by what depends on the sample alone.
         group_ids: N prompt ids.
         rollout_ids: N trajectory ids.
         graded: Positions of those that count; where there is a baseline, the others get 0 and move none.
@@ -191,11 +200,27 @@ def baseline_rewards(
         [group_ids[i] for i in graded],
         [rollout_ids[i] for i in graded],
         normalize_std=spec.group_std and args.grpo_std_normalization,
+        leave_one_out=spec.leave_one_out,
     )
     rewards = [0.0] * len(raw)
     for i, reward in zip(graded, shaped, strict=True):
         rewards[i] = reward
     return rewards
+
+
+def overlong_penalties(args: BatchArgs, samples: Sequence[Sample]) -> list[float] | None:
+    """What the rewards of N samples lose by their length; None without ``--overlong-buffer-len``.
+
+    A failed sample loses nothing; the samples of a fanned-out rollout are measured one by one.
+    """
+    longest = args.rollout_max_response_len
+    if args.overlong_buffer_len is None or longest is None or args.custom_reward_post_process_path is not None:
+        return None
+    buffer, factor = args.overlong_buffer_len, args.overlong_penalty_factor
+    return [
+        0.0 if sample.status is Status.FAILED else overlong_penalty(sample.response_length, longest, buffer, factor)
+        for sample in samples
+    ]
 
 
 def _custom_rewards(args: BatchArgs, samples: list[Sample], path: str) -> tuple[list[float], list[float]]:

@@ -219,6 +219,10 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "truncated": [float(t) for t in batch.truncated],
     }
     metrics = {f"rollout/{name}": statistics.fmean(column) for name, column in columns.items() if column}
+    penalties = [batch.extra["overlong_penalty"][i] for i in graded] if "overlong_penalty" in batch.extra else []
+    if penalties:
+        metrics["rollout/overlong_penalty"] = statistics.fmean(penalties)
+        metrics["rollout/overlong_frac"] = sum(p < 0 for p in penalties) / len(penalties)
     num_tokens = sum(batch.response_lengths)
     if num_tokens:
         metrics["rollout/masked_frac"] = 1 - sum(float(mask.sum()) for mask in batch.loss_masks) / num_tokens

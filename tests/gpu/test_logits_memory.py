@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron.logprobs import VocabShard, score_tokens
+from slime.backends.megatron.logprobs import score_tokens
+from slime.backends.megatron.vocab_shard import VocabShard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -11,6 +11,7 @@ from slime.backends.megatron import cpu
 
 cpu.install()
 
+import torch  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from slime.backends.megatron import parallel  # noqa: E402
@@ -81,6 +82,15 @@ def start(config: Config, rank: Rank | None = None) -> ParallelState:
     return parallel.initialize(
         config, rank=rank.rank, world_size=rank.world_size, master_addr="127.0.0.1", master_port=rank.port
     )
+
+
+def place(**changes: Any) -> ParallelState:
+    """One rank of a layout; no process group is needed to cut rows."""
+    sizes = dict.fromkeys(("tp", "pp", "dp", "cp", "ep"), 1)
+    values: dict[str, Any] = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "vpp_size": 1}
+    values |= {f"{name}_{kind}": size - (kind == "rank") for name, size in sizes.items() for kind in ("rank", "size")}
+    values |= dict.fromkeys(("tp_group", "pp_group", "dp_group", "cp_group", "dp_cp_group"))
+    return ParallelState(**(values | changes))
 
 
 def loaded_model(config: Config, state: ParallelState, *, wrap_with_ddp: bool = False) -> list[MegatronModule]:

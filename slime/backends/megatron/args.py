@@ -203,6 +203,11 @@ def _own_checks(args: argparse.Namespace, context: MegatronContext) -> list[str]
         )
     if args.fp8 or args.fp4:
         problems.append("--fp8-format and --fp4-format need Transformer Engine layers, which slime does not build")
+    if context.algorithm.use_routing_replay and not args.num_experts:
+        flag = (
+            "--use-rollout-routing-replay" if context.algorithm.use_rollout_routing_replay else "--use-routing-replay"
+        )
+        problems.append(f"{flag} needs a model with experts; this one has none (--num-experts)")
     return problems + expert_problems(args, context.world_size)
 
 

@@ -11,6 +11,7 @@ as the engine leaves it out of its last forward pass.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron.attention import PackedLayout, PackedRow, Segment, pack_row
+from slime.backends.megatron.kept_tokens import KeptTokens, kept_tokens
+from slime.backends.megatron.layout import Piece
 from slime.backends.megatron.parallel import ParallelState
 from slime.data.packing import Lengths
 from slime.errors import DataError
@@ -88,6 +91,8 @@ class MicroBatch:
         places: ``[r]`` int64 where each of them stands among the R response tokens; None when this
             rank predicts all of them, in order.
         num_response_tokens: R.
+        kept: r sets of tokens among which each was sampled; None when none was truncated.
+        pieces: Whose tokens are where in the row; padding is nobody's.
     """
 
     samples: tuple[int, ...]
@@ -100,6 +105,8 @@ class MicroBatch:
     targets: Tensor
     places: Tensor | None
     num_response_tokens: int
+    kept: KeptTokens | None = None
+    pieces: tuple[Piece, ...] = ()
 
     def flatten(self, column: Mapping[int, Tensor]) -> Tensor:
         """A per-sample column as one flat ``[R]`` tensor; zeros for a placeholder."""
@@ -132,15 +139,20 @@ def prompt_lengths(batch: RolloutBatch) -> list[int]:
 
 
 def packing_lengths(batch: RolloutBatch, *, share_prompts: bool) -> Lengths:
-    """Token counts for the planner; samples share a prompt when group and prompt tokens are equal."""
+    """Token counts for the planner; see ``_prompt_key`` for which samples share a prompt."""
     prompts = prompt_lengths(batch)
-    keys = _prompt_keys(batch, prompts) if share_prompts else None
+    keys = [_prompt_key(batch, i) for i in range(len(batch))] if share_prompts else None
     return Lengths(total=batch.total_lengths, prompt=prompts, prompt_keys=keys)
 
 
-def _prompt_keys(batch: RolloutBatch, prompts: Sequence[int]) -> list[tuple[int, bytes]]:
-    rows = zip(batch.group_ids, batch.tokens, prompts, strict=True)
-    return [(group, np.ascontiguousarray(tokens[:length]).tobytes()) for group, tokens, length in rows]
+def _prompt_key(batch: RolloutBatch, i: int) -> tuple[int, bytes]:
+    """Equal for samples that may share a prompt: same group, same prompt tokens, same routes of them in the engine."""
+    length = len(batch.tokens[i]) - batch.response_lengths[i]
+    key = np.ascontiguousarray(batch.tokens[i][:length]).tobytes()
+    if batch.rollout_routed_experts is not None:
+        routes = np.ascontiguousarray(batch.rollout_routed_experts[i][:length])
+        key += hashlib.blake2b(routes, digest_size=16).digest()
+    return batch.group_ids[i], key
 
 
 def build_micro_batch(
@@ -175,6 +187,9 @@ def build_micro_batch(
     index, rows, places = _local_predictors(predictors, row, parallel, every_position=settings.every_position)
     device = parallel.device
     local_targets = targets if places is None else targets[places]
+    kept = kept_tokens(batch, placed, targets)
+    if kept is not None and places is not None:
+        kept = kept.of_targets(places)
     return MicroBatch(
         samples=tuple(placed),
         response_lengths=tuple(batch.response_lengths[i] for i in placed) if placed else (1,),
@@ -186,6 +201,8 @@ def build_micro_batch(
         targets=torch.from_numpy(local_targets.astype(np.int64)).to(device),
         places=None if places is None else torch.from_numpy(places).to(device),
         num_response_tokens=len(targets),
+        kept=kept,
+        pieces=tuple(pieces.pieces),
     )
 
 
@@ -193,8 +210,7 @@ def _by_prompt(batch: RolloutBatch, samples: Sequence[int]) -> list[list[int]]:
     """Samples grouped by equal prompt, groups in order of their first sample."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for i in samples:
-        prompt = np.ascontiguousarray(batch.tokens[i][: len(batch.tokens[i]) - batch.response_lengths[i]])
-        groups.setdefault((batch.group_ids[i], prompt.tobytes()), []).append(i)
+        groups.setdefault(_prompt_key(batch, i), []).append(i)
     return list(groups.values())
 
 
@@ -203,6 +219,7 @@ class _RowPieces:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
+        self.pieces: list[Piece] = []
         self.tokens: list[np.ndarray] = []
         self.predictors: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
@@ -211,35 +228,37 @@ class _RowPieces:
     def add(self, batch: RolloutBatch, group: Sequence[int], *, keep_last: bool) -> None:
         """Append samples with one prompt: as a prompt and its continuations, or whole when there is only one."""
         if len(group) == 1:
-            self._add_whole(batch.tokens[group[0]], batch.response_lengths[group[0]], keep_last=keep_last)
+            self._add_whole(batch.tokens[group[0]], batch.response_lengths[group[0]], group, keep_last=keep_last)
             return
         prompt_length = len(batch.tokens[group[0]]) - batch.response_lengths[group[0]]
-        prompt = self._append(batch.tokens[group[0]][:prompt_length], position=0, prefix=None)
+        prompt = self._append(batch.tokens[group[0]][:prompt_length], group, position=0, prefix=None)
         prompt_end = self.length
         for i in group:
             response = batch.tokens[i][prompt_length:]
             start = self.length
             if len(response) > 1:
-                self._append(response[:-1], position=prompt_length, prefix=prompt)
+                self._append(response[:-1], [i], position=prompt_length, prefix=prompt)
             predictors = np.arange(start - 1, start - 1 + len(response), dtype=np.int64)
             predictors[:1] = prompt_end - 1
             self.predictors.append(predictors)
             self.targets.append(response)
 
-    def _add_whole(self, tokens: np.ndarray, response_length: int, *, keep_last: bool) -> None:
+    def _add_whole(self, tokens: np.ndarray, response_length: int, samples: Sequence[int], *, keep_last: bool) -> None:
         kept = tokens if keep_last or len(tokens) == 1 else tokens[:-1]
         start = self.length
-        self._append(kept, position=0, prefix=None)
+        self._append(kept, samples, position=0, prefix=None)
         first = start + len(tokens) - response_length
         self.predictors.append(np.arange(first - 1, first - 1 + response_length, dtype=np.int64))
         self.targets.append(tokens[len(tokens) - response_length :])
 
     def add_placeholder(self) -> None:
         """Two arbitrary tokens, the second of which counts as a response token without an owner."""
-        self._add_whole(np.zeros(PLACEHOLDER_TOKENS, dtype=np.int32), 1, keep_last=True)
+        self._add_whole(np.zeros(PLACEHOLDER_TOKENS, dtype=np.int32), 1, (), keep_last=True)
 
-    def _append(self, tokens: np.ndarray, *, position: int, prefix: int | None) -> int:
+    def _append(self, tokens: np.ndarray, samples: Sequence[int], *, position: int, prefix: int | None) -> int:
         self.segments.append(Segment(self.length, len(tokens), position, prefix))
+        if samples:
+            self.pieces.append(Piece(self.length, len(tokens), position, tuple(samples)))
         self.tokens.append(tokens)
         self.length += len(tokens)
         return len(self.segments) - 1

@@ -19,7 +19,9 @@ cpu.install()  # a user's module may import this one before anything of ours has
 from megatron.core import parallel_state as mpu  # noqa: E402
 
 from slime.backends.megatron.hooks import icepop_function, vanilla_tis_function  # noqa: E402
-from slime.backends.megatron.logprobs import VocabShard, score_tokens  # noqa: E402
+from slime.backends.megatron.kept_tokens import KeptTokens  # noqa: E402
+from slime.backends.megatron.logprobs import score_tokens  # noqa: E402
+from slime.backends.megatron.vocab_shard import VocabShard  # noqa: E402
 
 __all__ = ["get_log_probs_and_entropy", "icepop_function", "vanilla_tis_function"]
 
@@ -32,6 +34,8 @@ def get_log_probs_and_entropy(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     with_entropy: bool = False,
+    rollout_top_p_token_ids: Sequence[Any] | None = None,
+    rollout_top_p_token_offsets: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs (and entropy) of each sample's response tokens. Collective over the tensor-parallel group.
@@ -43,6 +47,8 @@ def get_log_probs_and_entropy(
         total_lengths: N values of L_i.
         response_lengths: N response lengths.
         with_entropy: Also return the entropy.
+        rollout_top_p_token_ids: N x ``[K_i]`` kept tokens, to which the log-probs are then restricted.
+        rollout_top_p_token_offsets: N x ``[R_i + 1]`` where each token's set begins.
         **kwargs: Further established options; none changes the result.
 
     Returns:
@@ -64,6 +70,11 @@ def get_log_probs_and_entropy(
     columns = logits.size(-1)
     group = mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
     shard = VocabShard.of(args.vocab_size, columns, mpu.get_tensor_model_parallel_rank(), group)
+    kept = None
+    if rollout_top_p_token_ids is not None and rollout_top_p_token_offsets is not None:
+        kept = KeptTokens.of_samples(
+            rollout_top_p_token_ids, rollout_top_p_token_offsets, torch.cat(targets).cpu().numpy()
+        )
     scores = score_tokens(
         logits.view(-1, columns),
         torch.cat(targets),
@@ -72,6 +83,7 @@ def get_log_probs_and_entropy(
         temperature=args.rollout_temperature,
         chunk_size=args.log_probs_chunk_size,
         with_entropy=with_entropy,
+        kept=kept,
     )
     result = {"log_probs": list(scores.log_probs.split(list(response_lengths)))}
     if scores.entropy is not None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.corrections import Corrected, Correction, EngineGap, icepop, truncated_importance
+from slime.algorithms.corrections import Correction, EngineGap, icepop, truncated_importance
 from slime.backends.megatron.batches import MicroBatch
 from slime.config import ArgsView, Config
-from slime.errors import ConfigError, PluginError
+from slime.errors import ConfigError
 from slime.plugins import load_plugin
 
 
@@ -66,40 +66,6 @@ def load_hooks(config: Config) -> TrainHooks:
             train.custom_megatron_before_train_step_hook_path, "--custom-megatron-before-train-step-hook-path"
         ),
     )
-
-
-def correction_for(config: Config, hooks: TrainHooks, micro_batch: MicroBatch, mask: Tensor) -> Correction | None:
-    """The engine / trainer correction that the flags ask for, bound to one micro-batch."""
-    algorithm = config.algorithm
-    if not (algorithm.use_tis or algorithm.get_mismatch_metrics):
-        return None
-    if hooks.tis is None:
-        return truncated_importance(algorithm.tis_clip_low, algorithm.tis_clip)
-    return _custom_correction(hooks, micro_batch, mask)
-
-
-def _custom_correction(hooks: TrainHooks, micro_batch: MicroBatch, mask: Tensor) -> Correction:
-    function = hooks.tis
-    assert function is not None
-    lengths = list(micro_batch.response_lengths)
-
-    def correct(loss: Tensor, gap: EngineGap) -> Corrected:
-        result = function(
-            args=hooks.args,
-            pg_loss=loss,
-            train_log_probs=list(gap.trainer.split(lengths)),
-            rollout_log_probs=list(gap.engine.split(lengths)),
-            loss_masks=list(mask.split(lengths)),
-            total_lengths=list(micro_batch.total_lengths),
-            response_lengths=lengths,
-        )
-        if not isinstance(result, tuple) or len(result) != 3:
-            raise PluginError("--custom-tis-function-path must return (pg_loss, modified_masks, metrics)")
-        corrected, masks, metrics = result
-        flat_mask = None if masks is None else join(masks).to(mask.dtype)
-        return Corrected(loss=corrected, mask=flat_mask, metrics={k: join(v) for k, v in metrics.items()})
-
-    return correct
 
 
 def pg_reducer_for(

@@ -36,6 +36,23 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of a row that are the same positions of one or several samples.
+
+    Args:
+        start: Place of the first in the row.
+        length: Number of tokens.
+        position: Of the first in each of the samples.
+        samples: Indices into the rollout.
+    """
+
+    start: int
+    length: int
+    position: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayout:
     """All segments of a row; tokens in no segment are padding and attend to nothing.
 

@@ -16,32 +16,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from slime.backends.megatron.kept_tokens import KeptTokens, RestrictedSoftmax
 from slime.backends.megatron.vocab_chunks import row_statistics, softmax_gradient
+from slime.backends.megatron.vocab_shard import VocabShard
 
 # Rows per chunk when none is asked for: temporaries stay in the cache of a CPU core, and on a GPU are
 # large enough to keep it busy.
 AUTO_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VocabShard:
-    """The vocabulary columns this rank holds.
-
-    Args:
-        start: Token id of column 0.
-        num_valid: Columns that are real tokens; the rest is padding and takes part in nothing.
-        group: Ranks that hold the other columns; None when there are none.
-    """
-
-    start: int
-    num_valid: int
-    group: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, vocab_size: int, num_columns: int, rank: int = 0, group: dist.ProcessGroup | None = None) -> VocabShard:
-        """Shard ``rank`` of a vocabulary padded to equal shards of ``num_columns``."""
-        start = rank * num_columns
-        return cls(start=start, num_valid=min(max(vocab_size - start, 0), num_columns), group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +43,7 @@ def score_tokens(
     chunk_size: int = -1,
     with_entropy: bool = False,
     reuse_logits: bool = False,
+    kept: KeptTokens | None = None,
 ) -> TokenScores:
     """Score chosen tokens. Collective over ``shard.group`` in the forward only.
 
@@ -76,6 +58,7 @@ def score_tokens(
         with_entropy: Also return the entropy of each target's distribution.
         reuse_logits: Let the backward write the gradient over ``logits``; only when nothing else
             reads them and the backward runs once.
+        kept: R sets of token ids to which the log-probs, not the entropy, are restricted.
 
     Returns:
         The scores; every rank of the group gets the same.
@@ -84,7 +67,13 @@ def score_tokens(
         rows = torch.arange(len(targets), device=targets.device)
     if chunk_size <= 0:
         chunk_size = automatic_chunk(logits.device, logits.size(1))
-    options = _Options(shard, 1.0 / temperature, chunk_size, with_entropy, reuse_logits)
+    scale = 1.0 / temperature
+    restricted = None
+    if kept is not None:
+        # An entry takes several indices, so fewer of them than elements of a chunk are in hand at once.
+        entries = max(1, chunk_size * logits.size(1) // 16)
+        restricted = RestrictedSoftmax(kept, rows, shard, scale=scale, entries_per_piece=entries)
+    options = _Options(shard, scale, chunk_size, with_entropy, reuse_logits, restricted)
     log_probs, entropy = _ScoreTokens.apply(logits, targets, rows, options)
     return TokenScores(log_probs=log_probs, entropy=entropy.index_select(0, rows) if with_entropy else None)
 
@@ -102,6 +91,12 @@ class _Options:
     chunk: int
     with_entropy: bool
     reuse_logits: bool
+    restricted: RestrictedSoftmax | None
+
+    @property
+    def uses_whole_rows(self) -> bool:
+        """Whether anything is asked that depends on logits outside the kept sets."""
+        return self.with_entropy or self.restricted is None or not self.restricted.restricts_all
 
     def accumulate_dtype(self, logits: Tensor) -> torch.dtype:
         return torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -119,54 +114,57 @@ class _ScoreTokens(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         peak, log_sum, entropy = _row_statistics(logits, options)
         log_normaliser = log_sum + peak
-        column, held = _local_columns(targets, shard)
+        column, held = shard.columns(targets)
         chosen = logits[rows, column].to(dtype) * scale
         chosen = torch.where(held, chosen, chosen.new_zeros(()))
         if shard.group is not None:
             dist.all_reduce(chosen, group=shard.group)
+        peak, log_sum = peak.index_select(0, rows), log_sum.index_select(0, rows)
+        restricted_normaliser = log_normaliser.new_zeros(0)
+        if options.restricted is not None:
+            kept_peak, kept_log_sum = options.restricted.log_sums(logits, dtype)
+            restricted_normaliser = kept_peak + kept_log_sum
+            peak = torch.where(options.restricted.restricted, kept_peak, peak)
+            log_sum = torch.where(options.restricted.restricted, kept_log_sum, log_sum)
         ctx.options = options
-        ctx.save_for_backward(logits, targets, rows, log_normaliser, entropy)
+        ctx.save_for_backward(logits, targets, rows, log_normaliser, entropy, restricted_normaliser)
         if not options.with_entropy:
             ctx.mark_non_differentiable(entropy)
         # Peak first: a confident token's log-prob is tiny, and would drown in the rounding of large logits.
-        log_probs = (chosen - peak.index_select(0, rows)) - log_sum.index_select(0, rows)
-        return log_probs, entropy
+        return (chosen - peak) - log_sum, entropy
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
-        logits, targets, rows, log_normaliser, entropy = ctx.saved_tensors
+        logits, targets, rows, log_normaliser, entropy, restricted_normaliser = ctx.saved_tensors
         options: _Options = ctx.options
-        shard, scale = options.shard, options.inverse_temperature
+        shard, scale, restricted = options.shard, options.inverse_temperature, options.restricted
         grad_logits = logits.detach() if options.reuse_logits else torch.empty_like(logits)
         # A loss may use only one of the two.
         used = log_normaliser.new_zeros(len(targets)) if grad_log_probs is None else grad_log_probs
         grad_log_probs = used.to(log_normaliser.dtype)
-        row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, grad_log_probs)
-        column, held = _local_columns(targets, shard)
+        whole = grad_log_probs if restricted is None else grad_log_probs.masked_fill(restricted.restricted, 0)
+        row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, whole)
+        column, held = shard.columns(targets)
         chosen = _ByRow(rows, column, torch.where(held, grad_log_probs, torch.zeros_like(grad_log_probs)))
+        valid = logits[:, : shard.num_valid]
         for span, grad in softmax_gradient(
-            logits[:, : shard.num_valid],
+            valid,
             log_normaliser,
             row_totals,
             None if grad_entropy is None else (entropy, grad_entropy),
             scale=scale,
             chunk=options.chunk,
         ):
+            if restricted is not None:
+                restricted.subtract_expectation(grad, valid[span], span.start, grad_log_probs, restricted_normaliser)
             # The chosen entry is g (1 - p): adding g before rounding to the logits' dtype keeps the
             # digits that remain when p is close to 1.
             chosen.add_to(grad, span)
             grad_logits[span, : shard.num_valid] = grad.mul_(scale)
         grad_logits[:, shard.num_valid :] = 0
         return grad_logits, None, None, None
-
-
-def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
-    column = targets - shard.start
-    held = (column >= 0) & (column < shard.num_valid)
-    return torch.where(held, column, torch.zeros_like(column)), held
 
 
 class _ByRow:
@@ -188,6 +186,10 @@ class _ByRow:
 def _row_statistics(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
     """Over all shards, ``[U]`` each: largest logit, log of the sum of exponentials above it, entropy (or nothing)."""
     shard, scale, dtype = options.shard, options.inverse_temperature, options.accumulate_dtype(logits)
+    if not options.uses_whole_rows:
+        # An infinite normaliser: whole rows have no part in the result, and none in the gradient.
+        peak = logits.new_full((len(logits),), float("inf"), dtype=dtype)
+        return peak, torch.zeros_like(peak), peak.new_zeros(0)
     peak = logits.new_full((len(logits),), float("-inf"), dtype=dtype)
     if shard.num_valid:
         peak = logits[:, : shard.num_valid].amax(dim=1).to(dtype) * scale

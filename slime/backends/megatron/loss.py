@@ -25,10 +25,12 @@ from slime.algorithms.objective import (
 )
 from slime.algorithms.reduction import TokenReducer, blank_masked
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.hooks import TrainHooks, correction_for, pg_reducer_for
+from slime.backends.megatron.engine_correction import correction_for
+from slime.backends.megatron.hooks import TrainHooks, pg_reducer_for
 from slime.backends.megatron.logprobs import TokenScores
 from slime.backends.megatron.rollout_columns import Column, RolloutColumns, to_hook_data
 from slime.config import Config
+from slime.config.sections import AlgorithmConfig
 from slime.errors import DataError, PluginError
 from slime.types import RolloutBatch
 
@@ -38,16 +40,27 @@ NLL = "nll"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossContext:
-    """What losses need beside the scores; the same for all micro-batches of a rollout."""
+    """What losses need beside the scores; the same for all micro-batches of a rollout.
+
+    ``weight_normaliser`` divides the engine / trainer weights; see ``engine_correction``.
+    """
 
     config: Config
     hooks: TrainHooks
     batch: RolloutBatch
     columns: RolloutColumns
     old_from_engine: bool = False
+    weight_normaliser: float = 1.0
 
     def reducer(self, micro_batch: MicroBatch) -> TokenReducer:
-        """How the flags weigh tokens."""
+        """How the flags weigh tokens in the loss."""
+        constant = self.config.algorithm.constant_loss_denominator
+        if constant is not None:
+            return TokenReducer.constant(self.mask(micro_batch), constant)
+        return self.metric_reducer(micro_batch)
+
+    def metric_reducer(self, micro_batch: MicroBatch) -> TokenReducer:
+        """How the flags weigh tokens in a mean."""
         mask = self.mask(micro_batch)
         if self.config.algorithm.calculate_per_token_loss:
             return TokenReducer.per_token(mask)
@@ -78,9 +91,8 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
     columns, algorithm = context.columns, context.config.algorithm
     if columns.advantages is None:
         raise DataError("the policy loss needs advantages; remove --disable-compute-advantages-and-returns")
-    if columns.rollout_log_probs is None and (algorithm.use_tis or context.old_from_engine):
-        flag = "--use-tis" if algorithm.use_tis else "--use-rollout-logprobs"
-        raise DataError(f"{flag}: the samples carry no rollout_log_probs; the generate function must record them")
+    if columns.rollout_log_probs is None:
+        _check_engine_is_not_needed(algorithm)
     reducer = context.reducer(micro_batch)
 
     def flat(column: Column | None) -> Tensor | None:
@@ -97,17 +109,35 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
         ref_log_probs=flat(columns.ref_log_probs),
         old_from_engine=context.old_from_engine,
     )
-    correction = correction_for(context.config, context.hooks, micro_batch, reducer.mask)
+    correction = correction_for(algorithm, context.hooks, micro_batch, reducer.mask, context.weight_normaliser)
     objective = policy_objective(
         inputs,
         ALGORITHMS[algorithm.advantage_estimator].form,
         replace(objective_settings(context.config), correction=correction),
         reducer,
         pg_reducer_for(context.hooks, micro_batch, per_token=algorithm.calculate_per_token_loss),
+        context.metric_reducer(micro_batch),
     )
+    if algorithm.use_tis and algorithm.tis_batch_normalize:
+        objective.maxima["batch_norm_factor"] = torch.tensor(1 / context.weight_normaliser)
     if columns.opd_reverse_kl is not None:
-        objective.sums["opd_reverse_kl"] = reducer(micro_batch.flatten(columns.opd_reverse_kl))
+        objective.sums["opd_reverse_kl"] = context.metric_reducer(micro_batch)(
+            micro_batch.flatten(columns.opd_reverse_kl)
+        )
     return objective
+
+
+def _check_engine_is_not_needed(algorithm: AlgorithmConfig) -> None:
+    wants = {
+        "--use-tis": algorithm.use_tis,
+        "--use-icepop": algorithm.use_icepop,
+        "--use-rs": algorithm.use_rs,
+        "--use-rollout-logprobs": algorithm.use_rollout_logprobs,
+        "--get-mismatch-metrics": algorithm.get_mismatch_metrics,
+    }
+    flag = next((flag for flag, is_set in wants.items() if is_set), None)
+    if flag is not None:
+        raise DataError(f"{flag}: the samples carry no rollout_log_probs; the generate function must record them")
 
 
 def supervised_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScores) -> Objective:
@@ -125,14 +155,14 @@ def critic_loss(context: LossContext, micro_batch: MicroBatch, values: Tensor) -
     columns = context.columns
     assert columns.values is not None, "old values come with the batch"
     assert columns.returns is not None, "returns come with the batch"
-    reducer = context.reducer(micro_batch)
+    reducer, means = context.reducer(micro_batch), context.metric_reducer(micro_batch)
     blank = [
         blank_masked(x, reducer.mask)
         for x in (values, micro_batch.flatten(columns.values), micro_batch.flatten(columns.returns))
     ]
     token_loss, clipped = value_loss(*blank, context.config.algorithm.value_clip)
     loss = reducer(token_loss)
-    sums = {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": reducer(clipped).detach()}
+    sums = {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": means(clipped).detach()}
     return Objective(loss=loss, sums=sums)
 
 

@@ -18,14 +18,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.logprobs import (
-    TokenScores,
-    VocabShard,
-    automatic_chunk,
-    complete_over_context,
-    score_tokens,
-)
+from slime.backends.megatron.kept_tokens import KeptTokens
+from slime.backends.megatron.logprobs import TokenScores, automatic_chunk, complete_over_context, score_tokens
 from slime.backends.megatron.parallel import ParallelState
+from slime.backends.megatron.routing_replay import RoutingReplay
+from slime.backends.megatron.vocab_shard import VocabShard
 
 # Elements of logits and of the scores' buffers together that a recomputed head has at a time when nothing else
 # is asked: enough rows to keep a matrix product busy.
@@ -59,11 +56,19 @@ class ModelPasses:
     """This rank's model chunks and how to run micro-batches through them.
 
     ``on_progress``, if set, is called with what is run, the micro-batches done and their number.
+    ``routing`` says whether passes record or replay the choice of experts.
     """
 
-    def __init__(self, chunks: Sequence[Any], parallel: ParallelState, settings: ScoreSettings) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        parallel: ParallelState,
+        settings: ScoreSettings,
+        routing: RoutingReplay | None = None,
+    ) -> None:
         self.chunks = list(chunks)
         self.parallel = parallel
+        self.routing = routing or RoutingReplay(chunks, parallel)
         self._settings = settings
         self._call_options: dict[str, Any] = {"fp32_output": False} if settings.half else {}
         self.on_progress: Callable[[str, int, int], None] | None = None
@@ -99,7 +104,9 @@ class ModelPasses:
             index = micro_batch.logit_index
             if fused_scores:
                 index = index[micro_batch.rows]
+            self.routing.enter(micro_batch)
             output = model(micro_batch.tokens, micro_batch.row, index, **options)
+            self.routing.leave(micro_batch, output)
             return output, partial(_finish, finish, micro_batch)
 
         iterators = [iter(micro_batches) for _ in self.chunks]
@@ -144,6 +151,7 @@ class ModelPasses:
             chunk_size=settings.chunk_size,
             with_entropy=with_entropy,
             reuse_logits=reuse_logits,
+            kept=micro_batch.kept,
         )
         return self._complete(micro_batch, scores)
 
@@ -191,7 +199,7 @@ class ModelPasses:
         settings = self._settings
         size = self._head_rows(hidden.device)
 
-        def score(states: Tensor, targets: Tensor) -> Tensor:
+        def score(states: Tensor, targets: Tensor, kept: KeptTokens | None) -> Tensor:
             logits = project(states)
             found = score_tokens(
                 logits,
@@ -201,11 +209,14 @@ class ModelPasses:
                 chunk_size=min(size, automatic_chunk(logits.device, logits.size(1))),
                 with_entropy=with_entropy,
                 reuse_logits=True,
+                kept=kept,
             )
             return torch.stack([found.log_probs] if found.entropy is None else [found.log_probs, found.entropy])
 
-        spans = zip(hidden.split(size), micro_batch.targets.split(size), strict=True)
-        return torch.cat([checkpoint(score, h, t, use_reentrant=False) for h, t in spans], dim=1)
+        states, targets = hidden.split(size), micro_batch.targets.split(size)
+        kept = [None] * len(states) if micro_batch.kept is None else micro_batch.kept.split(size)
+        spans = zip(states, targets, kept, strict=True)
+        return torch.cat([checkpoint(score, *span, use_reentrant=False) for span in spans], dim=1)
 
     def _head_rows(self, device: torch.device) -> int:
         """Rows per chunk of a head that keeps no logits; the logits are one half, the scores' buffers the other."""

@@ -49,7 +49,10 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
     """Decide which forward-only passes run for a rollout of ``num_steps`` optimizer steps.
 
     With a single step the policy that is updated is the one being differentiated, so its own detached
-    log-probs are the old ones, unless something else needs them before that step.
+    log-probs are the old ones, unless something else needs them before that step. Batch normalisation of
+    importance weights (``--tis-batch-normalize``) does: their mean over the whole rollout must be known
+    before the first micro-batch, so it costs an old-policy pass. Rejection (``--use-rs``) compares the
+    trainer with the engine also where the engine's log-probs are the old ones of the loss.
     """
     algorithm = config.algorithm
     spec = ALGORITHMS[algorithm.advantage_estimator]
@@ -61,17 +64,19 @@ def plan_passes(config: Config, *, num_steps: int) -> PassPlan:
         and algorithm.loss_type == "policy_loss"
         and algorithm.kl_coef == 0
         and not algorithm.get_mismatch_metrics
+        and not (algorithm.use_tis and algorithm.tis_batch_normalize)
         and not spec.needs_critic
         and not config.rollout.keep_old_actor
         and not algorithm.use_opd
-        and not replays_own_routing
         and not spec.needs_old_log_probs
     )
-    engine_is_enough = algorithm.use_rollout_logprobs and not algorithm.get_mismatch_metrics
+    compares_trainer = algorithm.get_mismatch_metrics or algorithm.use_rs
+    engine_is_enough = algorithm.use_rollout_logprobs and not compares_trainer
     return PassPlan(
         ref=algorithm.kl_coef != 0 or algorithm.use_kl_loss,
         teacher=algorithm.use_opd and algorithm.opd_type == "megatron",
-        old=not same_policy and not engine_is_enough,
+        # Own routes come from the old pass, whosever log-probs are the old ones for the loss.
+        old=replays_own_routing or (not same_policy and not engine_is_enough),
         old_from_engine=algorithm.use_rollout_logprobs,
     )
 

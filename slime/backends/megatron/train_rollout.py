@@ -13,7 +13,9 @@ import torch
 from torch import distributed as dist
 
 from slime.backends.megatron.checks import check_rollout
+from slime.backends.megatron.engine_correction import weight_normaliser
 from slime.backends.megatron.hooks import TrainHooks
+from slime.backends.megatron.kept_tokens import check_kept_tokens
 from slime.backends.megatron.logprob_evidence import difference_pattern
 from slime.backends.megatron.loss import LossContext
 from slime.backends.megatron.optimizer_steps import run_optimizer_steps
@@ -82,7 +84,7 @@ class RolloutTrainer:
         Returns:
             ``train/*`` of all steps by their declared reduction and ``rollout/*``.
         """
-        with self._timer.context("train"):
+        with self._timer.context("train"), self._passes.routing.rollout():
             plan, columns = self._cut(batch)
             pass_plan = plan_passes(self._config, num_steps=len(plan.schedule.steps))
             self._score(plan, columns, pass_plan)
@@ -93,8 +95,9 @@ class RolloutTrainer:
                 batch=batch,
                 columns=columns,
                 old_from_engine=pass_plan.old_from_engine,
+                weight_normaliser=weight_normaliser(self._config.algorithm, columns, plan.samples, self._parallel),
             )
-            with self._timer.context("actor_train"):
+            with self._timer.context("actor_train"), self._passes.routing.training():
                 try:
                     self.step_metrics, current, entropy = run_optimizer_steps(
                         context, plan, self._passes, self._step, self._skips
@@ -115,7 +118,7 @@ class RolloutTrainer:
         Returns:
             ``rollout/*`` without what only training knows; ``returns`` is set as by ``train``.
         """
-        with self._timer.context("train"):
+        with self._timer.context("train"), self._passes.routing.rollout():
             plan, columns = self._cut(batch)
             if self._estimates_depend_on_policy:
                 self._score(plan, columns, plan_passes(self._config, num_steps=len(plan.schedule.steps)))
@@ -130,8 +133,15 @@ class RolloutTrainer:
         return algorithm.kl_coef != 0 or algorithm.use_opd or functions
 
     def _cut(self, batch: RolloutBatch) -> tuple[RolloutPlan, RolloutColumns]:
+        routing = self._passes.routing
         with self._timer.context("data_preprocess"):
+            # The whole batch on every rank, so that all of them refuse it.
+            routing.check(batch)
+            check_kept_tokens(
+                batch, vocab_size=self._config.megatron.vocab_size, truncated_by=truncating_flags(self._config)
+            )
             plan = self._planner.plan(batch)
+            routing.take(batch, plan.samples)
             return plan, RolloutColumns.of(batch, plan.samples, self._parallel.device)
 
     def _score(self, plan: RolloutPlan, columns: RolloutColumns, pass_plan: PassPlan) -> None:
@@ -144,7 +154,8 @@ class RolloutTrainer:
             columns.teacher_log_probs, _ = self._score_with("teacher_", self._teacher, plan)
         if pass_plan.old:
             with_entropy = self._config.algorithm.use_rollout_entropy
-            columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
+            with self._passes.routing.old_pass():
+                columns.old_log_probs, columns.entropy = self._score_with("", self._old_actor, plan, with_entropy)
 
     def _score_with(
         self, prefix: str, weights: WeightSnapshot | None, plan: RolloutPlan, with_entropy: bool = False
@@ -224,3 +235,13 @@ class RolloutTrainer:
         if self._parallel.dp_size > 1:
             dist.all_reduce(sums, group=self._parallel.dp_group)
         return dict(zip(names, (sums / plan.num_rollouts).tolist(), strict=True))
+
+
+def truncating_flags(config: Config) -> str | None:
+    """The flags by which the tokens of the policy loss were sampled from a truncated distribution."""
+    if config.algorithm.loss_type != "policy_loss":
+        return None
+    rollout = config.rollout
+    flags = [f"--rollout-top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p != 1 else []
+    flags += [f"--rollout-top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k != -1 else []
+    return " ".join(flags) or None

@@ -25,6 +25,7 @@ from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E40
 from slime.backends.megatron.hooks import TrainHooks, load_hooks  # noqa: E402
 from slime.backends.megatron.model import build_model, build_optimizer  # noqa: E402
 from slime.backends.megatron.passes import ModelPasses, ScoreSettings  # noqa: E402
+from slime.backends.megatron.routing_replay import routing_replay  # noqa: E402
 from slime.backends.megatron.scoring import plan_passes  # noqa: E402
 from slime.backends.megatron.snapshots import WeightSnapshot  # noqa: E402
 from slime.backends.megatron.step import TrainStep  # noqa: E402
@@ -292,7 +293,7 @@ class MegatronWorker:
             recompute=config.train.recompute_loss_function,
             half=config.train.precision != "fp32",
         )
-        passes = ModelPasses(self.chunks, self.parallel, settings)
+        passes = ModelPasses(self.chunks, self.parallel, settings, routing_replay(config, self.chunks, self.parallel))
         passes.on_progress = self.on_progress
         return passes, TrainStep(passes, self._trainable.optimizer, self._trainable.scheduler)
 

@@ -12,6 +12,7 @@ from slime.config.draft import Draft
 from slime.config.rules.availability import check_availability
 from slime.config.rules.batches import resolve_batches
 from slime.config.rules.checkpoints import resolve_checkpoints
+from slime.config.rules.corrections import check_corrections
 from slime.config.rules.distillation import check_distillation
 from slime.config.rules.engines import resolve_engines
 from slime.config.rules.evaluation import resolve_evaluation
@@ -33,6 +34,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_batches,
     resolve_lengths,
     check_objective,
+    check_corrections,
     check_distillation,
     resolve_engines,
     resolve_evaluation,

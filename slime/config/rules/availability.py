@@ -46,11 +46,8 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_task_type": _DEFAULT_ONLY,
     "load_forge_rollout_data": _DEFAULT_ONLY,
     "max_weight_staleness": _DEFAULT_ONLY,
-    "rollout_top_p": _DEFAULT_ONLY,
     "multimodal_keys": _DEFAULT_ONLY,
     # Objective
-    "use_routing_replay": _DEFAULT_ONLY,
-    "use_rollout_routing_replay": _DEFAULT_ONLY,
     "use_stateless_adam": _DEFAULT_ONLY,
     # Model
     "model_name": _DEFAULT_ONLY,

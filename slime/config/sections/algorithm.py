@@ -7,6 +7,9 @@ from typing import Literal
 
 from slime.config.flags import Section, flag
 
+KL_PENALTY_ESTIMATORS = frozenset({"rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"})
+"""Estimators whose advantages contain the penalty of ``--kl-coef``."""
+
 WHITENED_ESTIMATORS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 """Estimators that are only sound with ``--normalize-advantages``."""
 
@@ -19,7 +22,7 @@ class AlgorithmConfig(Section):
     """Algorithm."""
 
     advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+        "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = flag(
         "grpo",
         doc="How advantages are estimated. The two REINFORCE++ forms need --normalize-advantages; ppo trains a critic.",
@@ -36,7 +39,16 @@ class AlgorithmConfig(Section):
         off="--disable-compute-advantages-and-returns",
         doc="Skip advantages and returns (supervised or custom losses).",
     )
-    calculate_per_token_loss: bool = flag(False, doc="Mean over tokens instead of mean over rollouts.")
+    calculate_per_token_loss: bool = flag(
+        False, doc="Mean over tokens (DAPO, https://arxiv.org/abs/2503.14476) instead of mean over rollouts."
+    )
+    constant_loss_denominator: int | None = flag(
+        None,
+        at_least=1,
+        metavar="TOKENS",
+        doc="Divide each rollout's sum of token losses by this constant, such as the maximum response length, instead "
+        "of by its own number of tokens (Dr. GRPO, https://arxiv.org/abs/2503.20783).",
+    )
     eps_clip: float = flag(
         0.2, at_least=0, doc="Lower clip range of the ratio; also the upper without --eps-clip-high."
     )
@@ -71,25 +83,70 @@ class AlgorithmConfig(Section):
     )
     use_rollout_entropy: bool = flag(False, doc="Compute the entropy in the log-prob pass and log it.")
     get_mismatch_metrics: bool = flag(
-        False, doc="Log the mismatch between engine and trainer; needs --custom-tis-function-path."
+        False,
+        doc="Log perplexities and importance weights of trainer and engine (from --custom-tis-function-path, if "
+        "given) without a change of the loss; costs a log-prob pass.",
     )
     reset_optimizer_states: bool = flag(False, doc="Zero the optimizer's state at every rollout.")
     use_stateless_adam: bool = flag(
         False, doc="Adam without state over steps; needs --optimizer adam and --no-save-optim."
     )
     use_rollout_logprobs: bool = flag(False, doc="Take the engine's log-probs as the old policy; excludes --use-tis.")
-    use_tis: bool = flag(False, doc="Truncated importance sampling between engine and trainer.")
+    use_tis: bool = flag(
+        False,
+        doc="Multiply the policy loss by importance weights trainer / engine, truncated by default "
+        "(https://fengyao.notion.site/off-policy-rl).",
+    )
     tis_clip: float = flag(2.0, above=0, doc="Upper bound of the weight.")
     tis_clip_low: float = flag(0.0, at_least=0, doc="Lower bound of the weight.")
+    tis_level: Literal["token", "sequence", "geometric"] = flag(
+        "token", doc="Weight of a token, of its sequence (product over tokens), or the sequence's geometric mean."
+    )
+    tis_mode: Literal["truncate", "clip", "mask"] = flag(
+        "truncate",
+        doc="truncate: weights are cut at the upper bound (and --tis-clip-low); clip: at both bounds; mask: tokens "
+        "outside the bounds leave the loss (https://richardli.xyz/rl-collapse).",
+    )
+    tis_upper_bound: float | None = flag(None, above=0, doc="Upper bound of the weight. Default: --tis-clip.")
+    tis_lower_bound: float | None = flag(
+        None,
+        at_least=0,
+        doc="Lower bound of --tis-mode clip and mask. Default: --tis-clip-low when given, else 1 / upper bound.",
+    )
+    tis_batch_normalize: bool = flag(
+        False, doc="Divide the weights by their mean over the rollout; costs a log-prob pass."
+    )
+    use_icepop: bool = flag(
+        False,
+        doc="IcePop: tokens whose weight lies outside [--tis-clip-low, --tis-clip] get no policy gradient "
+        "(https://arxiv.org/abs/2510.18855).",
+    )
+    use_rs: bool = flag(
+        False,
+        doc="Rejection: tokens or sequences whose ratio trainer / engine lies outside the bounds leave the loss "
+        "(https://richardli.xyz/rl-collapse).",
+    )
+    rs_level: Literal["token", "sequence", "geometric"] = flag("token", doc="What --use-rs takes the ratio of.")
+    rs_upper_bound: float | None = flag(None, above=0, doc="Upper bound of --use-rs. Default: that of the weights.")
+    rs_lower_bound: float | None = flag(
+        None, at_least=0, doc="Lower bound of --use-rs. Default: that of the weights in --tis-mode clip."
+    )
+    rs_veto_threshold: float | None = flag(
+        None, above=0, doc="With --use-rs: one token with a ratio below this takes its whole sequence out of the loss."
+    )
     custom_tis_function_path: str | None = flag(
         None, doc="Correction (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, ...)."
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, doc="Reducer (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) of the policy loss."
     )
-    use_routing_replay: bool = flag(False, doc="Replay the expert routing of the log-prob pass in training.")
+    use_routing_replay: bool = flag(
+        False, doc="Send tokens to the same experts in training as in the log-prob pass (MoE)."
+    )
     use_rollout_routing_replay: bool = flag(
-        False, doc="Replay the engine's expert routing; implies --use-routing-replay."
+        False,
+        doc="Send tokens to the experts that the engine chose, in the log-prob pass and in training; implies "
+        "--use-routing-replay.",
     )
     use_opsm: bool = flag(False, doc="Mask off-policy sequences with negative advantage.")
     opsm_delta: float = flag(1e-4, doc="Threshold of --use-opsm on the sequence's mean log-ratio.")
@@ -118,3 +175,21 @@ class AlgorithmConfig(Section):
     max_logprob_diff_action: Literal["warn", "stop"] = flag(
         "warn", doc="Above --max-logprob-diff: warn, or end the run."
     )
+
+    @property
+    def tis_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of importance weights; ``--tis-mode truncate`` uses the upper one."""
+        high = self.tis_clip if self.tis_upper_bound is None else self.tis_upper_bound
+        low = self.tis_lower_bound
+        if low is None:
+            low = self.tis_clip_low if self.tis_clip_low > 0 else 1 / high
+        return low, high
+
+    @property
+    def rs_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of the rejection."""
+        low, high = self.tis_bounds
+        return (
+            low if self.rs_lower_bound is None else self.rs_lower_bound,
+            high if self.rs_upper_bound is None else self.rs_upper_bound,
+        )

@@ -28,6 +28,14 @@ class RewardConfig(Section):
     custom_rm_model_path: str | None = flag(
         None, doc="model_path given to CustomRewardModel. Default: --hf-checkpoint."
     )
+    overlong_buffer_len: int | None = flag(
+        None,
+        at_least=1,
+        metavar="TOKENS",
+        doc="Soft over-long penalty (DAPO, https://arxiv.org/abs/2503.14476): in the last N tokens before "
+        "--rollout-max-response-len the trained reward falls linearly by --overlong-penalty-factor. Raw rewards stay.",
+    )
+    overlong_penalty_factor: float = flag(1.0, at_least=0, doc="What a response of full length loses.")
     custom_reward_post_process_path: str | None = flag(
         None, doc="Function (args, samples) -> (raw_rewards, rewards) instead of the group baseline."
     )

@@ -27,8 +27,10 @@ class RolloutConfig(Section):
     rollout_temperature: float = flag(
         1.0, above=0, doc="Sampling temperature; also divides the training logits for log-probs."
     )
-    rollout_top_p: float = flag(1.0, above=0, at_most=1, doc="Nucleus sampling.")
-    rollout_top_k: int = flag(-1, at_least=-1, doc="Sample among the k most likely tokens; -1: all.")
+    rollout_top_p: float = flag(
+        1.0, above=0, at_most=1, doc="Nucleus sampling. Training scores under the truncated distribution."
+    )
+    rollout_top_k: int = flag(-1, at_least=-1, doc="Sample among the k most likely tokens, and score so; -1: all.")
     rollout_max_context_len: int | None = flag(
         None, at_least=2, doc="Cap on prompt plus response, in tokens; clips later turns too."
     )

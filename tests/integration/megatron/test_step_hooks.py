@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from slime.errors import ConfigError, PluginError
+from slime.types import RolloutBatch
+from tests.support.replay import with_kept_tokens
 from tests.support.rollouts import make_rollout
 from tests.support.tiny_models import make_tiny_model
 from tests.support.workers import LINEAR_ADAM, Case, Outcome, assert_same_training, run_case
@@ -33,6 +35,8 @@ def loss(args, batch, logits, sum_of_sample_mean):
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         with_entropy=True,
+        rollout_top_p_token_ids=batch.get("rollout_top_p_token_ids"),
+        rollout_top_p_token_offsets=batch.get("rollout_top_p_token_offsets"),
     )
     log_probs, advantages = torch.cat(found["log_probs"]), torch.cat(batch["advantages"])
     ratio = torch.exp(log_probs - torch.cat(batch["log_probs"]))
@@ -100,9 +104,10 @@ def train(model_dir: Path, *, train: dict[str, Any] | None = None, batch: Any = 
     return run_case(model_dir, Case(argv=LINEAR_ADAM, sections=sections, batches=[batch]))
 
 
-def test_custom_loss(model_dir: Path, plugins: str) -> None:
-    want = train(model_dir)
-    got = train(model_dir, loss_type="custom_loss", custom_loss_function_path=f"{plugins}:loss")
+@pytest.mark.parametrize("batch", [BATCH, with_kept_tokens(BATCH)], ids=["plain", "truncated sampling"])
+def test_custom_loss(model_dir: Path, plugins: str, batch: RolloutBatch) -> None:
+    want = train(model_dir, batch=batch)
+    got = train(model_dir, batch=batch, loss_type="custom_loss", custom_loss_function_path=f"{plugins}:loss")
     names = ("train/loss", "train/pg_loss", "train/entropy_loss", "train/grad_norm", "rollout/advantages")
     trimmed = [{name: row[name] for name in names} for row in want.metrics]
     assert_same_training(got, replace(want, metrics=trimmed))

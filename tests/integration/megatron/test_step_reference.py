@@ -84,6 +84,37 @@ def truncated_weights(log_probs: list[Tensor], entropies: list[Tensor]) -> Tenso
     return rollout_mean(BATCH, rows)
 
 
+def constant_denominator(log_probs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """Dr. GRPO: token sums over a constant, mean over rollouts."""
+    del entropies
+    masks = [torch.from_numpy(m).double() for m in BATCH.loss_masks]
+    sums = [(-(p - p.detach()).exp() * rewards(i) * masks[i]).sum() for i, p in enumerate(log_probs)]
+    return torch.stack(sums).sum() / 9 / len(set(BATCH.rollout_ids))
+
+
+def normalised_weights(log_probs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """Weights over their mean of all trained tokens of the rollout."""
+    del entropies
+    weights = [(p.detach() - engine(i)).exp().clamp(0.02, 0.05) for i, p in enumerate(log_probs)]
+    chosen = torch.cat([w[torch.from_numpy(m).bool()] for w, m in zip(weights, BATCH.loss_masks, strict=True)])
+    rows = [
+        -(p - p.detach()).exp() * rewards(i) * w / chosen.mean()
+        for i, (p, w) in enumerate(zip(log_probs, weights, strict=True))
+    ]
+    return rollout_mean(BATCH, rows)
+
+
+def rejected_in_bypass(log_probs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """The engine's log-probs are the old ones; tokens far from the trainer's leave the loss."""
+    del entropies
+    rows = []
+    for i, p in enumerate(log_probs):
+        r = (p - engine(i)).exp()
+        kept = (r.detach() >= 0.03) & (r.detach() <= 0.2)
+        rows.append(torch.maximum(-r * rewards(i), -r.clamp(0.8, 1.2) * rewards(i)) * kept)
+    return rollout_mean(BATCH, rows)
+
+
 def per_token(log_probs: list[Tensor], entropies: list[Tensor]) -> Tensor:
     del entropies
     masks = torch.cat([torch.from_numpy(m) for m in BATCH.loss_masks]).double()
@@ -107,6 +138,18 @@ CASES: dict[str, tuple[dict[str, Any], float, Callable[[list[Tensor], list[Tenso
         clipped_weight,
     ),
     "tis": ({"use_tis": True, "tis_clip": 0.05}, 1.0, truncated_weights),
+    "constant_denominator": ({"constant_loss_denominator": 9}, 1.0, constant_denominator),
+    "normalised_weights": (
+        {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 0.02, "tis_clip": 0.05, "tis_batch_normalize": True},
+        1.0,
+        normalised_weights,
+    ),
+    "rejected_in_bypass": (
+        {"use_rollout_logprobs": True, "use_rs": True, "rs_lower_bound": 0.03, "rs_upper_bound": 0.2},
+        1.0,
+        rejected_in_bypass,
+    ),
+    "measured_only": ({"get_mismatch_metrics": True}, 1.0, on_policy),
     "per_token": ({"calculate_per_token_loss": True}, 1.0, per_token),
     "sft": ({"loss_type": "sft_loss", "compute_advantages_and_returns": False}, 1.0, supervised),
 }
@@ -216,6 +259,10 @@ def test_old_pass_runs_exactly_when_it_must(model_dir: Path) -> None:
     assert not ran(one)
     assert ran(two)
     assert not ran(two, use_rollout_logprobs=True)
+    assert not ran(one, use_rollout_logprobs=True, use_rs=True)
+    assert ran(two, use_rollout_logprobs=True, use_rs=True)
+    assert ran(one, use_tis=True, tis_batch_normalize=True)
+    assert ran(one, get_mismatch_metrics=True)
     assert ran(one, advantage_estimator="gspo")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms import shape_group_rewards
+from slime.algorithms import overlong_penalty, shape_group_rewards
 
 
 def test_mean_and_unbiased_std_per_group() -> None:
@@ -38,10 +38,37 @@ def test_differing_rewards_inside_a_rollout_are_averaged() -> None:
     )
 
 
+def test_leave_one_out_is_the_mean_of_the_others() -> None:
+    rewards, groups = [1.0, 0.0, 0.5, 2.0, 3.0, 9.0], [0, 0, 0, 1, 1, 2]
+    got = shape_group_rewards(rewards, groups, range(6), normalize_std=False, leave_one_out=True)
+    want = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        want.append(reward - statistics.mean(others) if others else 0.0)
+    assert got == pytest.approx(want)
+
+
+def test_leave_one_out_leaves_out_the_whole_rollout() -> None:
+    fanned = shape_group_rewards([1, 1, 0, 0.5], [0] * 4, [5, 5, 6, 7], normalize_std=False, leave_one_out=True)
+    assert fanned == pytest.approx([0.75, 0.75, -0.75, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5), (101, -0.5), (500, -0.5)]
+)
+def test_overlong_penalty(length: int, penalty: float) -> None:
+    """https://arxiv.org/abs/2503.14476, equation 13, with factor 0.5: maximum 100, buffer 20."""
+    assert overlong_penalty(length, 100, 20, 0.5) == pytest.approx(penalty)
+
+
 @pytest.mark.parametrize("normalize_std", [False, True])
+@pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("rewards", [[0.1], [0.1] * 3, [0.3] * 7])
-def test_equal_rewards_give_exactly_zero(rewards: list[float], normalize_std: bool) -> None:
-    got = shape_group_rewards(rewards, [0] * len(rewards), range(len(rewards)), normalize_std=normalize_std)
+def test_equal_rewards_give_exactly_zero(rewards: list[float], leave_one_out: bool, normalize_std: bool) -> None:
+    ids = range(len(rewards))
+    got = shape_group_rewards(
+        rewards, [0] * len(rewards), ids, normalize_std=normalize_std, leave_one_out=leave_one_out
+    )
     assert got == [0.0] * len(rewards)
 
 

@@ -204,7 +204,8 @@ def test_zero_kl_coefficient_still_measures() -> None:
 
 def test_rows_of_the_table() -> None:
     group = {name for name, spec in ALGORITHMS.items() if spec.group_baseline}
-    assert group == {"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"}
+    assert group == {"grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"}
+    assert {n for n, s in ALGORITHMS.items() if s.leave_one_out} == {"rloo"}
     assert {n for n, s in ALGORITHMS.items() if s.group_std} == {"grpo", "gspo", "cispo"}
     assert {n for n, s in ALGORITHMS.items() if s.needs_critic} == {"ppo"}
     assert {n for n, s in ALGORITHMS.items() if s.needs_old_log_probs} == {"gspo"}

@@ -12,7 +12,7 @@ from slime.config.hf import LOADABLE_MODEL_TYPES
 from slime.config.rules.availability import AVAILABLE_VALUES, UNAVAILABLE_EVAL_KEYS
 from slime.config.rules.inputs import REWARD_TYPES
 from slime.config.schema import all_flag_specs
-from slime.config.sections.algorithm import CRITIC_ESTIMATORS, WHITENED_ESTIMATORS
+from slime.config.sections.algorithm import CRITIC_ESTIMATORS, KL_PENALTY_ESTIMATORS, WHITENED_ESTIMATORS
 from slime.rewards.registry import REWARDS
 from slime.weights.families import FAMILIES
 
@@ -24,6 +24,7 @@ RESOLVED_BY_CONFIG = {
     "actor_num_nodes": "read through cluster.world_size",
     "actor_num_gpus_per_node": "read through cluster.world_size",
     "megatron_config_path": "its entries become values, Megatron tokens and Config.critic",
+    "dump_details": "sets save_debug_rollout_data and save_debug_train_data",
     "custom_config_path": "its entries become values, Megatron tokens and Config.custom",
     "eval_prompt_data": "becomes eval.eval_datasets",
     "eval_input_key": "becomes eval.eval_datasets",
@@ -38,6 +39,10 @@ RESOLVED_BY_CONFIG = {
     "num_gpus_per_node": "bounds the size of an engine in the placement rules",
     "offload": "becomes offload_train and offload_rollout",
     "train_backend": "has one value",
+    "rs_lower_bound": "becomes rs_bounds",
+    "rs_upper_bound": "becomes rs_bounds",
+    "tis_lower_bound": "becomes tis_bounds",
+    "tis_upper_bound": "becomes tis_bounds",
 }
 
 
@@ -67,6 +72,7 @@ def test_estimators() -> None:
     known = {choice for s in all_flag_specs() if s.dest == "advantage_estimator" for choice in s.choices or ()}
     assert known == set(ALGORITHMS)
     assert known > WHITENED_ESTIMATORS
+    assert known > KL_PENALTY_ESTIMATORS
     assert {name for name, spec in ALGORITHMS.items() if spec.needs_critic} == CRITIC_ESTIMATORS
 
 

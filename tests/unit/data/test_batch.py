@@ -11,6 +11,7 @@ import pytest
 from slime.data.batch import build_rollout_batch, flatten_groups
 from slime.data.columns import batch_from_columns, batch_to_columns, fill_missing_ids
 from slime.errors import PluginError
+from slime.observability.metrics import compute_batch_metrics
 from slime.types import Sample, Status
 
 
@@ -19,6 +20,9 @@ def batch_args(**changes: Any) -> SimpleNamespace:
         "advantage_estimator": "grpo",
         "rewards_normalization": True,
         "grpo_std_normalization": False,
+        "overlong_buffer_len": None,
+        "overlong_penalty_factor": 1.0,
+        "rollout_max_response_len": 16,
         "reward_key": None,
         "custom_reward_post_process_path": None,
         "custom_convert_samples_to_train_data_path": None,
@@ -118,12 +122,39 @@ def test_removed_sample_counts_in_its_group_but_is_not_trained() -> None:
         ({"advantage_estimator": "reinforce_plus_plus"}, [1.0, 0.0]),
         ({"rewards_normalization": False}, [1.0, 0.0]),
         ({"advantage_estimator": "reinforce_plus_plus_baseline", "grpo_std_normalization": True}, [0.5, -0.5]),
+        ({"advantage_estimator": "rloo", "grpo_std_normalization": True}, [1.0, -1.0]),
         ({"grpo_std_normalization": True}, [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]),
     ],
 )
 def test_who_gets_a_baseline(changes: dict[str, Any], expected: list[float]) -> None:
     batch = build_rollout_batch(batch_args(**changes), 0, [[sample(0, 0, 1.0), sample(1, 0, 0.0)]])
     assert batch.rewards == pytest.approx(expected)
+
+
+def test_overlong_penalty_comes_before_the_baseline_and_leaves_the_raw_reward() -> None:
+    args = batch_args(overlong_buffer_len=4, overlong_penalty_factor=0.5, rollout_max_response_len=10)
+    broken = sample(3, 1, 0.0, 10)
+    broken.status = Status.FAILED
+    groups = [
+        [sample(0, 0, 1.0, 6), sample(1, 0, 1.0, 8), sample(2, 0, 0.0, 10)],
+        [broken, sample(4, 1, 1.0, 20), sample(5, 1, 1.0, 1)],
+    ]
+    batch = build_rollout_batch(args, 0, groups)
+    assert batch.extra["overlong_penalty"] == pytest.approx([0, -0.25, -0.5, 0, -0.5, 0])
+    assert batch.raw_rewards == [1, 1, 0, 0, 1, 1]
+    mean = (1 + 0.75 - 0.5) / 3
+    assert batch.rewards == pytest.approx([1 - mean, 0.75 - mean, -0.5 - mean, 0.0, -0.25, 0.25])
+    metrics = compute_batch_metrics(batch)
+    assert metrics["rollout/overlong_penalty"] == pytest.approx(-1.25 / 5)
+    assert metrics["rollout/overlong_frac"] == pytest.approx(3 / 5)
+    assert metrics["rollout/raw_reward"] == pytest.approx(4 / 5)
+
+
+def test_overlong_penalty_reaches_estimators_without_a_baseline() -> None:
+    args = batch_args(advantage_estimator="reinforce_plus_plus", overlong_buffer_len=10, rollout_max_response_len=10)
+    batch = build_rollout_batch(args, 0, [[sample(0, 0, 1.0, 5)]])
+    assert batch.rewards == pytest.approx([0.5])
+    assert "overlong_penalty" not in build_rollout_batch(batch_args(), 0, [[sample(0, 0, 1.0, 5)]]).extra
 
 
 def test_reward_parts_and_logged_override() -> None:

@@ -132,6 +132,15 @@ def test_sizes_that_do_not_fit_are_reported_by_flag(folder: Path) -> None:
     assert "--attention-dropout 0.1" in problems(folder, ["--attention-dropout", "0.1"])[0]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_routing_replay_needs_experts(folder: Path, own: bool) -> None:
+    algorithm = {"use_routing_replay": True, "use_rollout_routing_replay": not own}
+    flag = "--use-routing-replay" if own else "--use-rollout-routing-replay"
+    assert problems(folder, [], algorithm=algorithm) == (
+        f"{flag} needs a model with experts; this one has none (--num-experts)",
+    )
+
+
 def test_what_megatron_refuses_is_a_config_error(folder: Path) -> None:
     (found,) = problems(folder, ["--num-layers-per-virtual-pipeline-stage", "1"])
     assert found.startswith("Megatron refuses these flags: ")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,18 +15,10 @@ from slime.backends.megatron.parallel import ParallelState  # noqa: E402
 from slime.errors import DataError  # noqa: E402
 from slime.types import RolloutBatch  # noqa: E402
 from tests.support.rollouts import make_rollout  # noqa: E402
+from tests.support.training import place  # noqa: E402
 
 BATCH = make_rollout(num_groups=2, group_size=3, fan_out=False)
 SAMPLES = [0, 3, 1, 5, 2, 4]  # groups interleaved
-
-
-def place(**changes: Any) -> ParallelState:
-    """One rank of a layout; no process group is needed to cut rows."""
-    sizes = dict.fromkeys(("tp", "pp", "dp", "cp", "ep"), 1)
-    values: dict[str, Any] = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "vpp_size": 1}
-    values |= {f"{name}_{kind}": size - (kind == "rank") for name, size in sizes.items() for kind in ("rank", "size")}
-    values |= dict.fromkeys(("tp_group", "pp_group", "dp_group", "cp_group", "dp_cp_group"))
-    return ParallelState(**(values | changes))
 
 
 def settings(*, share: bool, every: bool = False, multiple: int = 1) -> RowSettings:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slime.backends.megatron.logprobs import VocabShard, score_tokens
+from slime.backends.megatron.logprobs import score_tokens
+from slime.backends.megatron.vocab_shard import VocabShard
 from tests.support import memory
 
 ROWS, VOCAB, CHUNK = 64, 20_000, 8

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
-from slime.backends.megatron.logprobs import VocabShard, score_tokens
+from slime.backends.megatron.logprobs import score_tokens
+from slime.backends.megatron.vocab_shard import VocabShard
 
 ROWS, VOCAB, PADDED = 11, 37, 48
 
