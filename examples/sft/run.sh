@@ -22,7 +22,7 @@ export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184 MALL
 
 SFT_ARGS=(
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout
-    --prompt-data "$OUTPUT/data/train.jsonl"
+    --prompt-data "$OUTPUT/data/train.jsonl@[0:640]"
     --input-key messages
     --rollout-shuffle
     --num-epoch 1
