@@ -29,22 +29,36 @@ def case(
     *,
     algorithm: dict[str, Any] = POLICY,
     data: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
     num_processes: int = 2,
 ) -> Case:
     return Case(
         argv=(*LINEAR_ADAM, *layout),
-        sections={"algorithm": algorithm, "data": DATA | (data or {})},
+        sections={"algorithm": algorithm, "data": DATA | (data or {}), "train": train or {}},
         batches=[BATCH, replace(BATCH, rollout_id=1)],
         num_processes=num_processes,
     )
 
 
+CORRECTED = {
+    "use_tis": True,
+    "tis_level": "sequence",
+    "tis_clip": 0.5,
+    "tis_batch_normalize": True,
+    "use_rs": True,
+    "rs_level": "geometric",
+    "rs_lower_bound": 0.05,
+    "rs_upper_bound": 0.12,
+    "constant_loss_denominator": 8,
+}
 GSPO = {"advantage_estimator": "gspo", "use_opsm": True}
 CASES: dict[str, Case] = {
     "tp2_sp": case((*TP, "--sequence-parallel")),
+    "dp2_balanced": case(data={"balance_data": True}, algorithm=CORRECTED),
     "dp2_whitened": case(algorithm=WHITENED),
     # One sample per micro-batch and five-sample steps: a rank gets a placeholder.
     "dp2_uneven": case(data={"use_dynamic_batch_size": False, "global_batch_size": 12}),
+    "cp2_shared_prompts": case(CP, algorithm=CORRECTED, train={"share_prompt_prefix": True}),
     "cp2_per_token_gspo": case(CP, algorithm=GSPO | {"calculate_per_token_loss": True}),
     "pp2": case(PP),
 }
