@@ -28,6 +28,7 @@ test: setup-dev ## run the tests
 
 test-parallel: setup-dev ## every parallel layout against one process, checkpoints across layouts, killed saves; two tables
 	$(BIN)/python -m pytest tests/parallel
+	@$(BIN)/python -m tests.parallel.algorithm_table
 
 test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
 	$(BIN)/python -m pytest tests/e2e/test_interrupted.py

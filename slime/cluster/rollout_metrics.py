@@ -30,6 +30,7 @@ def metric_options(config: Config) -> RolloutMetricOptions:
         count_zero_std=config.algorithm.advantage_estimator != "ppo",
         log_passrate=config.logging.log_passrate,
         log_multi_turn=config.logging.log_multi_turn,
+        log_correct_samples=config.logging.log_correct_samples,
         reward_category_key=config.logging.log_reward_category,
         max_response_len=config.rollout.rollout_max_response_len,
         speculative=bool(config.sglang.get("speculative_algorithm")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slime.config.families import MegatronConfig
 from slime.config.hf import count_parameters
 from slime.config.schema import Config
 
@@ -104,11 +105,33 @@ def _batches(config: Config) -> Sequence[str]:
 
 def bytes_per_parameter(config: Config) -> float:
     """Trainer bytes per parameter a rank holds: weights, fp32 gradients, fp32 master weights and Adam moments."""
-    data_parallel = max(1, config.cluster.world_size // config.megatron.model_parallel_size)
-    shards = data_parallel if config.megatron.use_distributed_optimizer else 1
+    return _bytes_per_parameter(config, max(1, config.cluster.world_size // config.megatron.model_parallel_size))
+
+
+def _bytes_per_parameter(config: Config, replicas: int) -> float:
+    shards = replicas if config.megatron.use_distributed_optimizer else 1
     if config.train.precision == "fp32":
         return 4 + 4 + 8 / shards
     return 2 + 4 + 12 / shards
+
+
+def trainer_bytes(config: Config, parameters: int) -> float:
+    """Trainer bytes of one rank of a model with so many parameters; experts are split in their own way."""
+    megatron = config.megatron
+    stages = megatron.pipeline_model_parallel_size
+    experts = min(_expert_parameters(megatron), parameters)
+    common = (parameters - experts) / (megatron.tensor_model_parallel_size * stages)
+    split = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size * stages
+    replicas = max(1, config.cluster.world_size // split)
+    return common * bytes_per_parameter(config) + experts / split * _bytes_per_parameter(config, replicas)
+
+
+def _expert_parameters(megatron: MegatronConfig) -> int:
+    if not megatron.get("num_experts"):
+        return 0
+    frequency: int | list[int] = megatron["moe_layer_freq"]
+    layers = -(-megatron.num_layers // frequency) if isinstance(frequency, int) else sum(frequency)
+    return layers * megatron["num_experts"] * 3 * megatron.hidden_size * megatron["moe_ffn_hidden_size"]
 
 
 def _memory(config: Config) -> Sequence[str]:
@@ -120,7 +143,7 @@ def _memory(config: Config) -> Sequence[str]:
     width = 4 if config.train.precision == "fp32" else 2
     lines: list[str] = []
     if not config.debug.debug_rollout_only:
-        lines.append(f"trainer, each rank: {_size(local * bytes_per_parameter(config))}")
+        lines.append(f"trainer, each rank: {_size(trainer_bytes(config, parameters))}")
         if config.checkpoint.ref_load is not None and (config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0):
             lines.append(f"reference weights, each rank, host memory: {_size(local * width)}")
     if config.num_engines:

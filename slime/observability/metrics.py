@@ -82,6 +82,7 @@ class RolloutMetricOptions:
     count_zero_std: bool = True
     log_passrate: bool = False
     log_multi_turn: bool = False
+    log_correct_samples: bool = False
     reward_category_key: str | None = None
     max_response_len: int | None = None
     speculative: bool = False
@@ -170,6 +171,8 @@ def compute_rollout_metrics(
         metrics.update({f"rollout/zero_std/count_{value}": float(count) for value, count in constant.items()})
     if options.log_passrate:
         metrics.update(pass_rate_metrics(rewards, "passrate/"))
+    if options.log_correct_samples:
+        metrics.update(_correct_sample_metrics(samples, options.reward_key))
     if options.log_multi_turn:
         metrics.update(_multi_turn_metrics(samples, options.max_response_len))
     mismatch = prompt_mismatch(samples)
@@ -317,6 +320,19 @@ def _scalar_reward(sample: Sample, reward_key: str | None) -> float:
     if reward_key and isinstance(reward, dict):
         reward = cast("dict[str, Any]", reward)[reward_key]
     return float(reward) if isinstance(reward, int | float) else math.nan
+
+
+def _correct_sample_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
+    """Share, lengths and truncation of the samples with a reward of exactly 1, which is a pass."""
+    graded = [s for s in samples if s.status is not Status.FAILED]
+    correct = [s for s in graded if _scalar_reward(s, reward_key) == 1]
+    metrics = {"rollout/correct/ratio": len(correct) / len(graded)} if graded else {}
+    if correct:
+        lengths = [float(s.effective_response_length) for s in correct]
+        metrics.update(compute_statistics(lengths, "rollout/correct/response_len"))
+        truncated = sum(s.status is Status.TRUNCATED for s in correct)
+        metrics["rollout/correct/truncated_ratio"] = truncated / len(correct)
+    return metrics
 
 
 def _top_p_metrics(samples: Sequence[Sample]) -> dict[str, float]:

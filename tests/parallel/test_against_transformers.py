@@ -138,6 +138,11 @@ LAYOUTS = {
         2,
         ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
     ),
+    "cp2_ep2": (2, ["--context-parallel-size", "2", "--expert-model-parallel-size", "2"]),
+    "tp2_sp_ep2": (
+        4,
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"],
+    ),
     "tp2_sp_pp2_cp2": (
         8,
         [
@@ -151,6 +156,8 @@ CASES = [
     *(("llama", layout) for layout in ("one", "tp2", "dp2")),
     *(("qwen2", layout) for layout in ("pp2_vpp2", "tp2_sp_pp2_cp2")),
     ("qwen3", "cp2"),
+    ("qwen3_moe", "tp2_sp_ep2"),
+    ("deepseek_v3", "cp2_ep2"),
 ]
 
 

@@ -23,10 +23,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from slime.backends.megatron.checkpoint_dirs import StartPoint
+from slime.backends.megatron.checkpoint_extras import load_snapshots, sharded_snapshots
 from slime.backends.megatron.checkpoint_files import PendingSave, checkpoint_faults, plan_save
 from slime.backends.megatron.export import load_hf
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.schedule import continue_optimizer
+from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.value_head import leave_missing_head_out
 from slime.config import Config
 from slime.errors import CheckpointError
@@ -43,6 +45,7 @@ class Trainable:
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.snapshots: dict[str, WeightSnapshot] = {}  # other weights of this model that training changes
 
     def model_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Sharded state of the chunks under Megatron's keys."""
@@ -58,6 +61,7 @@ class Trainable:
     def storages(self) -> set[int]:
         """Addresses of the memory that training writes to."""
         tensors = [t for chunk in self.chunks for t in chunk.state_dict(keep_vars=True).values()]
+        tensors += [t for snapshot in self.snapshots.values() for t in snapshot.tensors]
         for part in self.optimizer_parts if self.optimizer is not None else []:
             if part.optimizer is not None:
                 tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
@@ -154,19 +158,38 @@ def resume(trainable: Trainable, config: Config, parallel: ParallelState, point:
         _restore_rng(loaded["rng_state"][0])
 
 
+def resume_snapshots(trainable: Trainable, parallel: ParallelState, point: StartPoint) -> None:
+    """Load the snapshots of ``trainable`` that a checkpoint holds. Collective over all ranks.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the model.
+    """
+    load_snapshots(
+        trainable.snapshots,
+        trainable.chunks,
+        lambda: trainable.model_state(_content_metadata(parallel)),
+        load=lambda state: _load(state, point.path),
+        put=trainable.load_model_state,
+        held=_load_common(point.path).get("snapshots", ()),
+    )
+
+
 def _full_state(
     trainable: Trainable, config: Config, parallel: ParallelState, metadata: dict[str, Any], rollout_id: int
 ) -> dict[str, Any]:
     with_optimizer = not config.checkpoint.no_save_optim
     with_rng = not config.megatron.get("no_save_rng", False)
     state = trainable.model_state(metadata)
+    extras = sharded_snapshots(trainable.snapshots, trainable.chunks, lambda: trainable.model_state(metadata))
     if with_optimizer:
         _create_optimizer_states(trainable)
         state["optimizer"] = trainable.optimizer.sharded_state_dict(state, metadata=metadata)
         state["opt_param_scheduler"] = trainable.scheduler.state_dict()
     if with_rng:
         state["rng_state"] = _rng_object([_rng_state()], parallel)
+    state |= extras
     state |= {
+        "snapshots": list(extras),
         "iteration": rollout_id,
         "checkpoint_version": CHECKPOINT_VERSION,
         "layout": _layout(parallel),

@@ -34,6 +34,36 @@ def check_step(config: Config, metrics: Mapping[str, float], *, rollout_id: int,
     _check_grad_norm(config, metrics[f"{prefix}/grad_norm"], rollout_id, step_id)
 
 
+def check_rollout(config: Config, metrics: Mapping[str, float], *, rollout_id: int) -> None:
+    """Compare the means of the first rollout's columns with what ``--ci-test`` demands.
+
+    Args:
+        config: The resolved configuration.
+        metrics: ``rollout/*``.
+        rollout_id: Rollout that was trained.
+
+    Raises:
+        TrainerError: The reference is not the policy before its first update, or a mean is impossible.
+    """
+    if not config.debug.ci_test or rollout_id != 0:
+        return
+    log_probs, reference = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
+    replayed = config.algorithm.use_rollout_routing_replay  # the engine's routing is not the reference's
+    compared = log_probs is not None and reference is not None
+    if compared and not (config.debug.ci_disable_kl_checker or replayed or abs(log_probs - reference) <= NEARLY_ZERO):
+        raise TrainerError(
+            f"--ci-test: the policy's mean log-prob is {log_probs:.6g} and the reference's {reference:.6g} before "
+            "the first update; they must be equal"
+        )
+    entropy = metrics.get("rollout/entropy")
+    for name, wrong in (
+        ("rollout/log_probs", log_probs is not None and not log_probs < 0),
+        ("rollout/entropy", entropy is not None and not entropy > 0),
+    ):
+        if wrong:
+            raise TrainerError(f"--ci-test: {name} is {metrics[name]:.6g} in the first rollout, which is impossible")
+
+
 def _check_first_step(config: Config, metrics: Mapping[str, float]) -> None:
     limits = {"train/train_rollout_logprob_abs_diff": config.debug.ci_train_rollout_logprob_abs_diff_threshold}
     if not config.debug.ci_disable_kl_checker:
@@ -42,7 +72,7 @@ def _check_first_step(config: Config, metrics: Mapping[str, float]) -> None:
         if not config.algorithm.use_rollout_routing_replay:
             limits["train/kl_loss"] = NEARLY_ZERO
     for name, limit in limits.items():
-        if abs(metrics.get(name, 0.0)) > limit:
+        if not abs(metrics.get(name, 0.0)) <= limit:
             raise TrainerError(f"--ci-test: {name} is {metrics[name]:.4g} at the first step, allowed is {limit:g}")
 
 

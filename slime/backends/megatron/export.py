@@ -22,6 +22,7 @@ from slime.backends.megatron.parameters import local_tensors, model_family, mode
 from slime.config import Config
 from slime.errors import CheckpointError
 from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER, VALUE_HEAD
+from slime.weights.fp8 import SCALE_SUFFIX, dequantize_blocks
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -46,6 +47,18 @@ class Checkpoint:
         return name in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """One tensor; what is stored in scaled 8-bit blocks comes in fp32."""
+        tensor = self._read(name)
+        if name + SCALE_SUFFIX in self._files:
+            return dequantize_blocks(tensor, self._read(name + SCALE_SUFFIX))
+        if tensor.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} is stored as {tensor.dtype} without {name + SCALE_SUFFIX!r}; "
+                "convert the checkpoint to bf16 first"
+            )
+        return tensor
+
+    def _read(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise CheckpointError(f"{self._path}: tensor {name!r} is missing; is this a complete checkpoint?")
         file = self._files[name]

@@ -8,6 +8,7 @@ comes back there with the next write.
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -61,8 +62,7 @@ class HfWriter:
         self._retired = out_dir.with_name(f".{out_dir.name}.retired")
         self._shards: list[Mapping[str, torch.Tensor]] = []
         self._names: list[list[str]] = []
-        self._bytes = 0
-        self._dtypes: set[torch.dtype] = set()
+        self._bytes: Counter[torch.dtype] = Counter()
         try:
             self._recover()
             if self._aside.exists():
@@ -79,8 +79,8 @@ class HfWriter:
         except OSError as error:
             raise CheckpointError(f"{self._out}: cannot be written: {error}") from error
         self._names.append(list(shard))
-        self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
-        self._dtypes.update(tensor.dtype for tensor in shard.values())
+        for tensor in shard.values():
+            self._bytes[tensor.dtype] += tensor.numel() * tensor.element_size()
 
     def finish(self) -> None:
         """Add index, configuration and tokenizer, then put the directory in its place."""
@@ -116,7 +116,7 @@ class HfWriter:
             (self._aside / f"{i}.safetensors").replace(self._aside / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            index = {"metadata": {"total_size": self._bytes.total()}, "weight_map": dict(sorted(weight_map.items()))}
             (self._aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _copy_other_files(self) -> None:
@@ -125,10 +125,11 @@ class HfWriter:
                 shutil.copyfile(source, self._aside / source.name)
         path = self._aside / "config.json"
         config = json.loads(path.read_text())
-        if len(self._dtypes) == 1:
-            dtype = str(next(iter(self._dtypes))).removeprefix("torch.")
+        if self._bytes:  # of most weights: a router's expert bias keeps its own
             key = "dtype" if "dtype" in config else "torch_dtype"
-            config[key] = dtype
+            config[key] = str(self._bytes.most_common(1)[0][0]).removeprefix("torch.")
+        # Weights are never written quantised, whatever they were read from.
+        config.pop("quantization_config", None)
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 

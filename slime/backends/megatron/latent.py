@@ -78,7 +78,7 @@ class LatentAttention(MLASelfAttention):
             return self._heads(queries, latent, rotary_key, angles)
 
         if self.recompute_up_proj:
-            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
             query, key, value = self.qkv_up_checkpoint.checkpoint(heads, queries, latent, rotary_key)
         else:
             query, key, value = heads(queries, latent, rotary_key)

@@ -60,3 +60,15 @@ def routers(chunks: Sequence[Any]) -> Iterator[tuple[int, TopKRouter]]:
         for layer in chunk.decoder.layers:
             if layer.is_moe_layer:
                 yield layer.layer_number - 1, layer.mlp.router
+
+
+def mark_experts(chunk: Any) -> None:
+    """Give every expert its own gradient groups and optimizer, whatever the number of expert-parallel ranks.
+
+    Megatron does so where experts are split otherwise than the rest of the model; the optimizer of a checkpoint
+    would then have another form under another layout, and could not be continued from.
+    """
+    for layer in chunk.decoder.layers:
+        if layer.is_moe_layer:
+            for parameter in layer.mlp.experts.parameters():
+                setattr(parameter, "allreduce", False)  # noqa: B010

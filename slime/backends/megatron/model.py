@@ -31,7 +31,7 @@ from megatron.training.training import (
 from slime.backends.megatron import optimizer_fixes
 from slime.backends.megatron.args import namespace
 from slime.backends.megatron.attention import PackedRow
-from slime.backends.megatron.layers import block_spec, routers
+from slime.backends.megatron.layers import block_spec, mark_experts, routers
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.value_head import ValueHead, give_value_head
 from slime.config import Config
@@ -190,6 +190,7 @@ def build_model(
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        mark_experts(chunk)
         _set_up_head(chunk, args, parallel)
         chunk.to(parallel.device)
     _freeze(config, chunks)

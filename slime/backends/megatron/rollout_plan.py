@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from slime.backends.megatron.batches import MicroBatch, RowSettings, build_micro_batch, packing_lengths
+from slime.backends.megatron.hf_experts import layer_pattern
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.step import Denominators
-from slime.config import Config
+from slime.config import Config, MegatronConfig
 from slime.data.packing import (
     DPSchedule,
     Lengths,
@@ -149,6 +150,17 @@ def _sample_costs(config: Config, lengths: Sequence[int]) -> list[float]:
     heads = megatron.num_attention_heads * megatron.kv_channels
     key_values = megatron.num_query_groups * megatron.kv_channels
     gates = 3 if megatron.get("swiglu", False) else 2
-    per_layer = megatron.hidden_size * (2 * heads + 2 * key_values + gates * megatron.ffn_hidden_size)
-    per_token = 2.0 * megatron.num_layers * per_layer
-    return sequence_costs(lengths, per_token=per_token, per_token_pair=4.0 * megatron.num_layers * heads)
+    layers = megatron.num_layers
+    per_token = 2.0 * megatron.hidden_size * (layers * (2 * heads + 2 * key_values) + gates * _mlp_width(megatron))
+    return sequence_costs(lengths, per_token=per_token, per_token_pair=4.0 * layers * heads)
+
+
+def _mlp_width(megatron: MegatronConfig) -> int:
+    """Inner width of the MLPs that a token passes, over all layers."""
+    layers, dense_width = megatron.num_layers, megatron.ffn_hidden_size
+    if not megatron.get("num_experts"):
+        return layers * dense_width
+    mixtures = sum(layer_pattern(megatron["moe_layer_freq"], layers))
+    width = megatron["moe_router_topk"] * megatron["moe_ffn_hidden_size"]
+    width += megatron.get("moe_shared_expert_intermediate_size") or 0
+    return (layers - mixtures) * dense_width + mixtures * width

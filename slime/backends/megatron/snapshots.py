@@ -20,6 +20,11 @@ class WeightSnapshot:
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._tensors = [t.detach().to("cpu", copy=True) for t in _tensors(chunks)]
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it holds, on the CPU."""
+        return self._tensors
+
     def update(self, chunks: Sequence[Any]) -> None:
         """Copy the model's present weights."""
         for mine, theirs in zip(self._tensors, _tensors(chunks), strict=True):
@@ -35,6 +40,10 @@ class WeightSnapshot:
         copy = WeightSnapshot(())
         copy._tensors = [t.clone() for t in self._tensors]
         return copy
+
+    def equals(self, chunks: Sequence[Any]) -> bool:
+        """Whether the model's present weights are these, bit for bit. Not collective."""
+        return all(torch.equal(mine, t.detach().cpu()) for mine, t in zip(self._tensors, _tensors(chunks), strict=True))
 
     def restore(self, chunks: Sequence[Any]) -> None:
         """Copy these weights into the model for good; the optimizer has to be told."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import distributed as dist
 
+from slime.backends.megatron.checks import check_rollout
 from slime.backends.megatron.engine_correction import weight_normaliser
 from slime.backends.megatron.hooks import TrainHooks
 from slime.backends.megatron.kept_tokens import check_kept_tokens
@@ -25,7 +26,9 @@ from slime.backends.megatron.scoring import PassPlan, compute_advantages, plan_p
 from slime.backends.megatron.skip_guard import SkipGuard
 from slime.backends.megatron.snapshots import WeightSnapshot
 from slime.backends.megatron.step import TrainStep
+from slime.backends.megatron.train_dump import save_train_dump
 from slime.config import Config
+from slime.errors import TrainerError
 from slime.observability.logprob_monitor import DIFF_KEY, exceeds
 from slime.observability.metrics import reduce_metrics
 from slime.observability.timers import Timer
@@ -95,10 +98,16 @@ class RolloutTrainer:
                 weight_normaliser=weight_normaliser(self._config.algorithm, columns, plan.samples, self._parallel),
             )
             with self._timer.context("actor_train"), self._passes.routing.training():
-                self.step_metrics, current, entropy = run_optimizer_steps(
-                    context, plan, self._passes, self._step, self._skips
-                )
+                try:
+                    self.step_metrics, current, entropy = run_optimizer_steps(
+                        context, plan, self._passes, self._step, self._skips
+                    )
+                except TrainerError:  # all ranks refuse these numbers together: leave what led to them
+                    self._dump(batch, plan, columns, {})
+                    raise
+            self._dump(batch, plan, columns, current)
             metrics = reduce_metrics(self.step_metrics) | self._rollout_metrics(batch, plan, columns, current)
+            check_rollout(self._config, metrics, rollout_id=batch.rollout_id)
             if exceeds(metrics.get(DIFF_KEY, 0.0), self._config.algorithm.max_logprob_diff):
                 metrics |= self._difference_pattern(plan, columns, current, entropy)
             return metrics
@@ -170,6 +179,11 @@ class RolloutTrainer:
             self._hooks.rollout_data_postprocess(self._hooks.args, batch.rollout_id, data)
             from_hook_data(data, batch, columns, plan.samples, flag="--rollout-data-postprocess-path")
         self.returns = {} if columns.returns is None else to_rows(columns.returns, self._parallel)
+
+    def _dump(self, batch: RolloutBatch, plan: RolloutPlan, columns: RolloutColumns, current: Column) -> None:
+        template = self._config.debug.save_debug_train_data
+        if template is not None:
+            save_train_dump(template, batch, plan, columns, current, self._parallel)
 
     def _difference_pattern(
         self, plan: RolloutPlan, columns: RolloutColumns, current: Column, entropy: Column

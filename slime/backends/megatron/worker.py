@@ -18,7 +18,7 @@ from slime.backends.megatron import cpu
 cpu.install()  # before the first import of megatron
 
 from slime.backends.megatron import parallel as parallel_groups  # noqa: E402
-from slime.backends.megatron.checkpoint import Trainable, load_weights, resume  # noqa: E402
+from slime.backends.megatron.checkpoint import Trainable, load_weights, resume, resume_snapshots  # noqa: E402
 from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point, teacher_point  # noqa: E402
 from slime.backends.megatron.checkpoint_saver import CheckpointSaver  # noqa: E402
 from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E402
@@ -70,6 +70,7 @@ class MegatronWorker:
         self._timer = Timer()
         self._has_engines = False
         self._weights_changed = True  # since the last update_weights; loaded weights are news to an engine
+        self._rotated = False  # whether the snapshots of --keep-old-actor know the newest weights
         self._transport: TensorTransport | None = None
         self._saver: CheckpointSaver | None = None
         self._closed = False
@@ -101,6 +102,11 @@ class MegatronWorker:
         elif start != loaded:
             load_weights(self._trainable, config, self.parallel, start)
         self._trainer = self._build_trainer()
+        self._trainable.snapshots = self._moving_snapshots()
+        if start.resume and self._trainable.snapshots:
+            resume_snapshots(self._trainable, self.parallel, start)
+            # A checkpoint may be from after the hand-over to the engines, which a resumed run repeats.
+            self._rotated = self._old_actor is not None and self._rollout_actor.equals(self.chunks)
         if config.checkpoint.save is not None:
             self._saver = CheckpointSaver(self._trainable, config, self.parallel, Path(config.checkpoint.save))
         if config.checkpoint.start_rollout_id is not None:
@@ -123,7 +129,7 @@ class MegatronWorker:
         """
         self._complete_written_save()
         metrics = self._trainer.train(_with_values(batch, values))
-        self._weights_changed = True
+        self._weights_changed, self._rotated = True, False
         interval = self.config.algorithm.ref_update_interval
         if self._reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
             self._reference.update(self.chunks)
@@ -265,6 +271,15 @@ class MegatronWorker:
             self._reference = self._snapshot_of(loaded)
         return loaded
 
+    def _moving_snapshots(self) -> dict[str, WeightSnapshot]:
+        """The snapshots that training changes, by their names in a checkpoint."""
+        snapshots: dict[str, WeightSnapshot] = {}
+        if self._reference is not None and self.config.algorithm.ref_update_interval:
+            snapshots["reference"] = self._reference
+        if self._old_actor is not None:
+            snapshots |= {"old_actor": self._old_actor, "rollout_actor": self._rollout_actor}
+        return snapshots
+
     def _snapshot_of(self, point: StartPoint) -> WeightSnapshot:
         load_weights(Trainable(self.chunks), self.config, self.parallel, point)
         return WeightSnapshot(self.chunks)
@@ -300,8 +315,9 @@ class MegatronWorker:
 
     def _rotate_old_actor(self) -> None:
         """Follow the weights that generate: with an interval of 1 the next rollout may still use the ones before."""
-        if self._old_actor is None:
+        if self._old_actor is None or self._rotated:
             return
+        self._rotated = True
         if self.config.weights.update_weights_interval == 1:
             self._old_actor.copy_from(self._rollout_actor)
             self._rollout_actor.update(self.chunks)

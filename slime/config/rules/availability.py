@@ -62,9 +62,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "megatron_deepgemm_forward_modules": _DEFAULT_ONLY,
     "megatron_deepgemm_moe_forward_modules": _DEFAULT_ONLY,
     # Dumps, profiling and checks
-    "dump_details": _DEFAULT_ONLY,
-    "save_debug_train_data": _DEFAULT_ONLY,
-    "log_correct_samples": _DEFAULT_ONLY,
     "memory_snapshot_dir": _DEFAULT_ONLY,
     "memory_snapshot_num_steps": _DEFAULT_ONLY,
     "record_memory_history": _DEFAULT_ONLY,

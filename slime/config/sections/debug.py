@@ -26,7 +26,9 @@ class DebugConfig(Section):
     debug_rollout_only: bool = flag(False, doc="Generate without training.")
     debug_train_only: bool = flag(False, doc="Train without engines.")
     save_debug_train_data: str | None = flag(
-        None, metavar="FILE", doc="Dump every training batch; {rollout_id} in the path is filled in."
+        None,
+        metavar="FILE",
+        doc="Dump what every rollout was trained on, with all its columns; {rollout_id} in the path is filled in.",
     )
     dump_details: str | None = flag(
         None, metavar="DIR", doc="Both dumps: DIR/rollout_data/{rollout_id}.pt and DIR/train_data/{rollout_id}.pt."

@@ -42,4 +42,4 @@ class LoggingConfig(Section):
     log_multi_turn: bool = flag(False, doc="Metrics of multi-turn samples.")
     log_passrate: bool = flag(False, doc="pass@k of training and evaluation.")
     log_reward_category: str | None = flag(None, doc="Entry of an object reward whose values are counted.")
-    log_correct_samples: bool = flag(False, doc="Metrics of the samples that were right.")
+    log_correct_samples: bool = flag(False, doc="Lengths and truncation of the samples with reward 1.")

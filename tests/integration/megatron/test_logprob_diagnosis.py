@@ -123,7 +123,7 @@ def worker(config: Config) -> Iterator[Any]:
                     for parameter in chunk.parameters():
                         parameter.copy_(first[id(parameter)])
             worker._trainable.optimizer.reload_model_params()
-            worker.weight_version = 0
+            worker.weight_version, worker._weights_changed = 0, True
             worker.update_weights()
 
         worker.restart = restart

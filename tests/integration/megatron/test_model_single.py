@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from slime.errors import CheckpointError, ConfigError, WaitTimeoutError
 from tests.support.gloo import free_port
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import Family, make_tiny_model
 from tests.support.training import loaded_model, make_config, start
 
 from slime.backends.megatron import parallel  # isort: skip
@@ -135,15 +135,16 @@ def test_shared_prompts_give_the_loss_and_gradients_of_copies(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("family", "argv"),
     [
-        ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
-        ["--recompute-activations"],
+        ("qwen3", ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]),
+        ("qwen3", ["--recompute-activations"]),
+        ("deepseek_v3", ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj", "moe"]),
     ],
-    ids=["full", "selective"],
+    ids=["full", "selective", "latents_and_experts"],
 )
-def test_recomputation_changes_nothing(tmp_path: Path, argv: list[str]) -> None:
-    folder = make_tiny_model(tmp_path, "qwen3")
+def test_recomputation_changes_nothing(tmp_path: Path, family: Family, argv: list[str]) -> None:
+    folder = make_tiny_model(tmp_path, family)
     layout = PackedLayout.of_groups([(5, [9, 3])])
     tokens = random_tokens(layout.num_tokens)
     index = torch.arange(4, 10)

@@ -41,19 +41,30 @@ def case(
 
 
 PER_TOKEN = POLICY | {"calculate_per_token_loss": True}
+CORRECTED = {
+    "use_tis": True,
+    "tis_level": "sequence",
+    "tis_clip": 0.5,
+    "tis_batch_normalize": True,
+    "use_rs": True,
+    "rs_level": "geometric",
+    "rs_lower_bound": 0.05,
+    "rs_upper_bound": 0.12,
+    "constant_loss_denominator": 8,
+}
 GSPO = {"advantage_estimator": "gspo", "use_opsm": True}
 CASES: dict[str, Case] = {
     "tp2": case(TP),
     "tp2_sp": case((*TP, "--sequence-parallel")),
     "tp2_recomputed_loss": case(TP, train={"recompute_loss_function": True}),
     "dp2": case(),
-    "dp2_balanced": case(data={"balance_data": True}),
+    "dp2_balanced": case(data={"balance_data": True}, algorithm=CORRECTED),
     "dp2_per_token": case(algorithm=PER_TOKEN),
     "dp2_whitened": case(algorithm=WHITENED),
     # One sample per micro-batch and five-sample steps: a rank gets a placeholder.
     "dp2_uneven": case(data={"use_dynamic_batch_size": False, "global_batch_size": 12}),
     "cp2": case(CP),
-    "cp2_shared_prompts": case(CP, train={"share_prompt_prefix": True}),
+    "cp2_shared_prompts": case(CP, algorithm=CORRECTED, train={"share_prompt_prefix": True}),
     "cp2_per_token_gspo": case(CP, algorithm=GSPO | {"calculate_per_token_loss": True}),
     "pp2": case(PP),
 }

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slime.config.devices import count_cuda_devices
 from slime.config.draft import Surroundings
-from slime.config.plan import bytes_per_parameter, plan_text
+from slime.config.plan import bytes_per_parameter, plan_text, trainer_bytes
 from slime.config.reference import help_text, reference_page
 from slime.config.schema import all_flag_specs
 
@@ -31,6 +32,25 @@ def test_trainer_bytes_per_parameter(run: Run) -> None:
     assert bytes_per_parameter(run()) == 4 + 4 + 8 / 2
     assert bytes_per_parameter(run("--bf16")) == 2 + 4 + 12 / 2
     assert bytes_per_parameter(run("--bf16 --tensor-model-parallel-size 2")) == 2 + 4 + 12
+
+
+def test_experts_are_split_over_their_own_ranks(run: Run) -> None:
+    """Half of the experts on each rank, their optimizer state over the two ranks that hold the same ones."""
+    config = run("--actor-num-gpus-per-node 4")
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_experts": 8,
+        "moe_ffn_hidden_size": 48,
+        "moe_layer_freq": [0, 1, 1],
+    }
+    layout = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    config = replace(config, megatron=replace(config.megatron, values={**config.megatron.values, **sizes, **layout}))
+    assert config.cluster.world_size == 4
+    experts = 2 * 8 * 3 * 64 * 48
+    shared_state = config.cluster.world_size // config.megatron.model_parallel_size
+    expected = 1000 * (4 + 4 + 8 / shared_state) + experts / 2 * (4 + 4 + 8 / 2)
+    assert trainer_bytes(config, experts + 1000) == expected
 
 
 def test_help_has_every_flag() -> None:

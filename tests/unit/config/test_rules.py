@@ -139,6 +139,12 @@ def test_dump_details_sets_both_dumps() -> None:
     assert debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
 
 
+def test_dumps_and_correct_samples_are_available(run: Run) -> None:
+    config = run("--dump-details d --log-correct-samples")
+    assert config.debug.save_debug_train_data == "d/train_data/{rollout_id}.pt"
+    assert config.logging.log_correct_samples
+
+
 def test_outputs_live_under_one_directory(run: Run, cuda: Surroundings) -> None:
     config = run("--actor-num-gpus-per-node 4 --save-interval 2", surroundings=cuda)
     assert config.logging.output_dir == "outputs/t0"

@@ -24,6 +24,7 @@ RESOLVED_BY_CONFIG = {
     "actor_num_nodes": "read through cluster.world_size",
     "actor_num_gpus_per_node": "read through cluster.world_size",
     "megatron_config_path": "its entries become values, Megatron tokens and Config.critic",
+    "dump_details": "sets save_debug_rollout_data and save_debug_train_data",
     "custom_config_path": "its entries become values, Megatron tokens and Config.custom",
     "eval_prompt_data": "becomes eval.eval_datasets",
     "eval_input_key": "becomes eval.eval_datasets",

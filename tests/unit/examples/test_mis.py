@@ -13,8 +13,11 @@ import yaml
 from examples.train_infer_mismatch_helper import mis
 from slime.algorithms.corrections import EngineGap, engine_correction
 from slime.backends.megatron.engine_correction import rejection_of, weighting_of
+from slime.config import ArgsView
 from slime.config.sections import AlgorithmConfig
+from slime.plugin_checks import check_plugins
 from slime.plugins import load_plugin
+from tests.unit.config.conftest import Run, base_argv, model_dir, prompts, run  # noqa: F401  fixtures
 
 PATH = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 YAML = yaml.safe_load(Path(mis.__file__).with_name("mis.yaml").read_text(encoding="utf-8"))
@@ -72,3 +75,23 @@ def test_without_use_tis_it_only_measures() -> None:
 def test_every_setting_of_the_example_file_is_a_flag() -> None:
     assert set(YAML) <= set(mis.SETTINGS)
     assert AlgorithmConfig(**YAML).tis_bounds == (0.5, 2.0)
+
+
+def test_the_example_is_a_command_line(run: Run) -> None:  # noqa: F811
+    file = Path(mis.__file__).with_name("mis.yaml")
+    config = run(["--use-tis", "--custom-tis-function-path", PATH, "--custom-config-path", str(file)])
+    assert check_plugins(config) == []
+    assert not [notice for notice in config.notices if "tis" in notice or "rs-" in notice]
+    args = ArgsView(config)
+    assert {name: getattr(args, name) for name in YAML} == YAML
+    loss, _, metrics = mis.compute_mis_weights_with_cp(
+        args,
+        pg_loss=torch.ones(1),
+        train_log_probs=[torch.zeros(1)],
+        rollout_log_probs=[torch.full((1,), -3.0)],
+        loss_masks=[torch.ones(1)],
+        total_lengths=[2],
+        response_lengths=[1],
+    )
+    assert loss.item() == 2.0
+    assert metrics["tis_truncate_fraction"][0].item() == 1

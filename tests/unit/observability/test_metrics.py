@@ -116,6 +116,20 @@ def test_batch_metrics_are_plain_means_and_masked_log_probs():
     assert metrics["rollout/masked_frac"] == pytest.approx(1 / 5)
 
 
+def test_correct_samples_are_those_that_passed():
+    failed = make_sample(1.0, 9, status=Sample.Status.FAILED)
+    cut = make_sample(1.0, 6, status=Sample.Status.TRUNCATED)
+    groups = [[make_sample(1.0, 2), make_sample(0.0, 4)], [cut, make_sample(0.5, 8), failed]]
+    metrics = compute_rollout_metrics(groups, RolloutMetricOptions(log_correct_samples=True))
+    assert metrics["rollout/correct/ratio"] == 0.5
+    assert metrics["rollout/correct/response_len/mean"] == 4
+    assert metrics["rollout/correct/truncated_ratio"] == 0.5
+    assert not any("correct" in name for name in compute_rollout_metrics(groups, RolloutMetricOptions()))
+    wrong = compute_rollout_metrics([[make_sample(0.0, 4)]], RolloutMetricOptions(log_correct_samples=True))
+    assert wrong["rollout/correct/ratio"] == 0
+    assert "rollout/correct/response_len/mean" not in wrong
+
+
 def test_staleness_counts_versions_behind_the_newest():
     versions = [("3",), ("1", "3"), ("default",), (), ("4",)]
     assert compute_staleness(versions, 3) == {

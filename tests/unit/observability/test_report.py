@@ -19,6 +19,19 @@ def test_line_shows_only_numbers_it_was_given():
     assert line == "rollout 5/20 | reward 0.500 | loss -0.0123 | train 1.50s"
 
 
+def test_line_shows_the_monitors():
+    metrics = {
+        "train/train_rollout_logprob_abs_diff": 0.012,
+        "train/train_rollout_logprob_abs_diff_p99": 0.05,
+        "train/grad_norm": 1.0,
+        "train/pg_clipfrac": 0.015,
+        "train/entropy": 0.25,
+    }
+    assert format_step(0, 2, metrics) == (
+        "rollout 1/2 | logprob diff 1.2e-02 | p99 5.0e-02 | grad norm 1.000 | clipped 1.5% | entropy 0.25"
+    )
+
+
 def test_line_names_what_went_wrong_only_when_it_did():
     fine = {"train/loss": 0.5, "train/skipped_steps_count": 0.0, "rollout/not_finite_samples_count": 0.0}
     assert format_step(0, 2, fine) == "rollout 1/2 | loss 0.5000"
