@@ -15,6 +15,7 @@ SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2-moe": ("qwen2_moe", {}),
     "qwen3-moe": ("qwen3_moe", {}),
+    "deepseek-half": ("deepseek_v3", {"first_k_dense_replace": 2}),  # the first of two stages has no experts
     "mla": ("deepseek_v3", {"first_k_dense_replace": 4}),
     "mla-moe": ("deepseek_v3", {}),
 }

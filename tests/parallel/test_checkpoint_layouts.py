@@ -30,6 +30,7 @@ BATCHES = [ragged_rollout(seed=i, rollout_id=i) for i in range(3)]
 LAYOUTS = {
     "llama-gqa": ("one", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "dp2", "tp2_sp_pp2_dp2"),
     "qwen2-tied": ("one", "tp2_pp2", "dp2"),
+    "deepseek-half": ("one", "pp2", "ep2"),
     "qwen3-moe": ("one", "ep2", "ep2_pp2", "ep2_etp2", "ep2_tp2_sp_etp1"),
 }
 PAIRS = [(model, saved, loaded) for model, names in LAYOUTS.items() for saved in names for loaded in names]

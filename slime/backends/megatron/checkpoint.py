@@ -37,6 +37,7 @@ from slime.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 3.0
+_NO_PARAMETER: Any = "no parameter"
 
 
 class Trainable:
@@ -217,6 +218,19 @@ def _create_optimizer_states(trainable: Trainable) -> None:
             group["lr"] = rate
         for state in part.optimizer.state.values():
             state["step"].zero_()
+    _count_steps_without_parameters([p.optimizer for p in trainable.optimizer_parts if p.optimizer is not None])
+
+
+def _count_steps_without_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give an optimizer of nothing the step count of the others.
+
+    A pipeline stage without experts has one for experts. megatron asks it for its step count, and may write that
+    for the stages that have experts.
+    """
+    empty = [o for o in optimizers if not any(group["params"] for group in o.param_groups)]
+    steps = [state["step"] for o in optimizers if o not in empty for state in o.state.values()]
+    for optimizer in empty:
+        optimizer.state[_NO_PARAMETER] = {"step": steps[0].clone()}
 
 
 def _content_metadata(parallel: ParallelState) -> dict[str, Any]:
