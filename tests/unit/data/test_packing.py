@@ -125,7 +125,7 @@ def schedule_for(
     return build_dp_schedule([r[0] for r in rows], lengths, cut, costs), lengths
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=samples_strategy,
     dp=st.integers(1, 3),
@@ -167,7 +167,7 @@ def test_every_sample_once_caps_hold_counts_equal(
         assert all(len(mb) <= 1 or lengths.tokens(mb) <= 70 for mb in repacked.steps[0].micro_batches[rank])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 1000), min_size=4, max_size=24), st.integers(1, 4))
 def test_balanced_partitions_are_partitions(weights: list[int], parts: int) -> None:
     whole = weights[: len(weights) // parts * parts]

@@ -53,7 +53,7 @@ def test_longest_match_is_found_even_inside_an_edge(shape: CacheShape) -> None:
     assert find(cache, [8]) == (0, None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kept=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=12),
     asked=st.lists(st.integers(0, 2), min_size=1, max_size=10),

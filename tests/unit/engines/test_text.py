@@ -48,7 +48,7 @@ def test_stop_regex(text: Text) -> None:
         StopScanner(text, parse_sampling_params({"stop_regex": "("}))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(content=st.text(alphabet="ab é漢🙂", max_size=20), stop=st.text(alphabet="ab é漢🙂", min_size=1, max_size=3))
 def test_scanner_finds_exactly_what_is_there(text: Text, content: str, stop: str) -> None:
     matched, seen = scan(text, content, stop=stop)

@@ -83,7 +83,7 @@ def megatron_names(family: Family, layers: int, experts: int) -> list[str]:
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(config=model_configs(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]))
 def test_hf_to_megatron_shards_to_hf_is_bit_exact(config: dict, tp: int, etp: int) -> None:
     family, shape = FAMILIES[config["model_type"]], shape_of(config, 4)

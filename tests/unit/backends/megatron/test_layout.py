@@ -14,7 +14,7 @@ groups_strategy = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=groups_strategy, multiple=st.sampled_from([1, 4, 8]))
 def test_visible_is_the_definition_token_by_token(groups: list[tuple[int, list[int]]], multiple: int) -> None:
     layout = PackedLayout.of_groups(groups, multiple=multiple)

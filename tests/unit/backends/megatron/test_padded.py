@@ -41,13 +41,13 @@ def check(layout: PackedLayout) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(groups=groups_strategy, multiple=st.sampled_from([1, 16]))
 def test_shared_prompts(groups: list[tuple[int, list[int]]], multiple: int) -> None:
     check(PackedLayout.of_groups(groups, multiple=multiple))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.integers(1, 80), min_size=1, max_size=8))
 def test_independent_sequences(lengths: list[int]) -> None:
     check(PackedLayout.of_sequences(lengths, multiple=8))
