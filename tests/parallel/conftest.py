@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -49,16 +49,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not rows:
         return
     terminalreporter.section(f"layouts against one process, limit {LIMIT:g} per optimizer step")
-    terminalreporter.write_line(
-        f"{'layout':24} {'model':14} {'loss':12} {'loss diff':>10} {'grad norm':>10} {'weights':>10} {'log-probs':>10}"
-    )
+    widths = [max(len(word) for word in column) for column in zip(*map(_words, rows), _HEADINGS, strict=True)]
+    titles = " ".join(f"{title:>10}" for title in ("loss diff", "grad norm", "weights", "log-probs"))
+    terminalreporter.write_line(f"{_padded(_HEADINGS, widths)} {titles}")
     for row in rows:
         d = row.differences
         numbers = "did not run" if d is None else " ".join(map(_number, (d.loss, d.grad_norm, d.weights, d.log_probs)))
         verdict = "pass" if d is not None and d.passes else "FAIL"
-        terminalreporter.write_line(f"{row.layout:24} {row.model:14} {row.loss:12} {numbers}  {verdict}")
+        terminalreporter.write_line(f"{_padded(_words(row), widths)} {numbers}  {verdict}")
     terminalreporter.section("algorithms and their reference tests")
     terminalreporter.write_line(algorithm_table.table())
+
+
+_HEADINGS = ("layout", "model or batch", "loss")
+
+
+def _words(row: Row) -> tuple[str, str, str]:
+    return row.layout, row.model, row.loss
+
+
+def _padded(words: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(word.ljust(width) for word, width in zip(words, widths, strict=True))
 
 
 def _number(value: float | None) -> str:
