@@ -124,7 +124,7 @@ def policy_loss(context: LossContext, micro_batch: MicroBatch, scores: TokenScor
         context.metric_reducer(micro_batch),
     )
     if algorithm.use_tis and algorithm.tis_batch_normalize:
-        objective.maxima["batch_norm_factor"] = reducer.mask.new_tensor(1 / context.weight_normaliser)
+        objective.maxima["batch_norm_factor"] = objective.loss.new_tensor(1 / context.weight_normaliser)
     if columns.opd_reverse_kl is not None:
         objective.sums["opd_reverse_kl"] = context.metric_reducer(micro_batch)(
             micro_batch.flatten(columns.opd_reverse_kl)
