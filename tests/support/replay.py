@@ -110,7 +110,7 @@ def with_kept_tokens(batch: RolloutBatch, *, vocab_size: int = 250, seed: int = 
         for target in tokens[len(tokens) - length :]:
             others = rng.choice(vocab_size, size=rng.integers(0, 12), replace=False)
             rows.append(np.unique([*others, target]) if rng.random() > 0.2 else np.zeros(0, dtype=np.int64))
-        ids.append(np.concatenate(rows).astype(np.int32))
+        ids.append(np.concatenate([np.zeros(0, dtype=np.int64), *rows]).astype(np.int32))
         offsets.append(np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32))
     ids[3], offsets[3] = ids[3][:0], np.zeros_like(offsets[3])
     return replace(batch, rollout_top_p_token_ids=ids, rollout_top_p_token_offsets=offsets)

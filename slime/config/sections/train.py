@@ -60,10 +60,14 @@ class TrainConfig(Section):
         "parallelism. Loss and gradients do not depend on it.",
     )
     only_train_params_name_list: tuple[str, ...] | None = flag(
-        None, metavar="REGEX", doc="Train only parameters whose name matches one of these (re.search)."
+        None,
+        metavar="REGEX",
+        doc="Train only parameters whose name matches one of these (re.search), and a critic's value head.",
     )
     freeze_params_name_list: tuple[str, ...] | None = flag(
-        None, metavar="REGEX", doc="Freeze parameters whose name matches one of these (re.search)."
+        None,
+        metavar="REGEX",
+        doc="Freeze parameters whose name matches one of these (re.search), but never a critic's value head.",
     )
     freeze_indexer: bool = flag(False, doc="Freeze the indexer weights of DSA attention.")
     allgather_cp: bool = flag(False, doc="Contiguous context-parallel layout instead of zig-zag (DSA models only).")

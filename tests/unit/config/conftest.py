@@ -125,3 +125,8 @@ def problems(run: Run) -> Callable[..., list[str]]:
 @pytest.fixture
 def cuda() -> Surroundings:
     return Surroundings(num_cuda_devices=8, sglang_installed=True, tensorboard_installed=True, start_time="t0")
+
+
+def notices(config: Config) -> str:
+    """What a resolved configuration tells its user, one remark a line."""
+    return "\n".join(config.notices)

@@ -14,13 +14,9 @@ from slime.config.draft import Surroundings
 from slime.config.rules.availability import AVAILABLE_VALUES, is_available
 from slime.config.schema import all_flag_specs
 
-from .conftest import Run
+from .conftest import Run, notices
 
 Problems = Callable[..., list[str]]
-
-
-def notices(config: Config) -> str:
-    return "\n".join(config.notices)
 
 
 # Inputs and rewards

@@ -19,10 +19,10 @@ STEP = {
 ROLLOUT = {"rollout/log_probs": -0.4, "rollout/ref_log_probs": -0.4, "rollout/entropy": 0.3}
 
 
-def config(*, routing: bool = False, **debug: bool) -> Config:
+def config(*, routing: bool = False, engine: bool = False, **debug: bool) -> Config:
     return Config(
         debug=DebugConfig(**({"ci_test": True} | debug)),
-        algorithm=AlgorithmConfig(use_rollout_routing_replay=routing),
+        algorithm=AlgorithmConfig(use_rollout_routing_replay=routing, use_rollout_logprobs=engine),
     )
 
 
@@ -41,6 +41,12 @@ def test_each_number_of_the_first_step_is_held_to_its_limit(name: str) -> None:
     check_step(config(ci_test=False), STEP | {name: -0.2}, rollout_id=0, step_id=0)
     if "kl" in name:
         check_step(config(ci_disable_kl_checker=True), STEP | {name: -0.2}, rollout_id=0, step_id=0)
+
+
+def test_a_ratio_to_the_engine_is_held_to_the_limit_of_the_engine() -> None:
+    check_step(config(engine=True), STEP | {"train/ppo_kl": -0.01}, rollout_id=0, step_id=0)
+    with pytest.raises(TrainerError, match="logprob_abs_diff"):
+        check_step(config(engine=True), STEP | {"train/train_rollout_logprob_abs_diff": 0.2}, rollout_id=0, step_id=0)
 
 
 @pytest.mark.parametrize("difference", [1e-3, math.nan])
