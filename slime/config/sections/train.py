@@ -50,6 +50,7 @@ class TrainConfig(Section):
     )
     log_probs_chunk_size: int = flag(
         -1,
+        at_least=-1,
         doc="Tokens whose fp32 temporaries of the log-probs may exist at a time, and with --recompute-loss-function "
         "their logits; -1 picks a number that keeps the device busy.",
     )
