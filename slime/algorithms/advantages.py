@@ -117,7 +117,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> Advantages:
         if trained.numel() == 0:
             raise DataError(
                 f"sample {i} has no unmasked response token, so reinforce_plus_plus has nowhere to put its "
-                "reward; drop such samples with --rollout-sample-filter-path or use another --advantage-estimator"
+                "reward; samples that failed or that --rollout-sample-filter-path took out are such. Drop their groups "
+                "with --dynamic-sampling-filter-path, or use another --advantage-estimator"
             )
         token_rewards = torch.where(mask.bool(), -inputs.kl_coef * kl, torch.zeros_like(kl))
         token_rewards[trained[-1]] += reward

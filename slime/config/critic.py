@@ -14,7 +14,7 @@ from typing import Any
 from slime.config.draft import Draft
 from slime.config.families import MegatronConfig
 from slime.config.roles import RoleConfig
-from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint
+from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint, weights_problems
 from slime.config.sections import AlgorithmConfig, CheckpointConfig
 
 CRITIC_DIR = "critic"
@@ -96,6 +96,8 @@ def _start(draft: Draft, actor: CheckpointConfig, own: dict[str, Any]) -> tuple[
         return load, step
     if load is not None:
         kind = classify_checkpoint(load)
+        if kind == "huggingface":
+            draft.problems += weights_problems(draft, f"{WHERE}: load", load, own_head=True)
         if kind in ("megatron", "huggingface"):
             return load, own.get("ckpt_step")
         if load != own.get("save"):

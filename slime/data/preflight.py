@@ -6,19 +6,26 @@ reported before anything is started.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import escape, glob
 from itertools import islice
 from pathlib import Path
 
 from slime.config import Config
 from slime.config.data_paths import DATA_SUFFIXES, parse_sliced_path
+from slime.config.rules.outputs import template_problems
+from slime.config.rules.supervised import is_supervised
 from slime.data.files import head_rows
 from slime.data.rows import RowBuilder
 from slime.data.templates import PromptFormat
 from slime.errors import DataError
+from slime.types import Sample
 
 NUM_ROWS = 20
+
+_ROLLOUT_ID = re.compile(r"\{rollout_id[^}]*\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +33,28 @@ class _File:
     flag: str
     path: str
     fmt: PromptFormat
+    conversations: bool = False
 
 
 def preflight(config: Config) -> list[str]:
-    """Faults of the training and evaluation files' first rows, one sentence each; empty if there are none."""
-    return [fault for file in _files(config) for fault in _check(file, skip_bad_rows=config.data.skip_bad_rows)]
+    """Faults of dumps to train on and of the data files' first rows, one sentence each; empty if there are none."""
+    skip = config.data.skip_bad_rows
+    return [*_dump_faults(config), *(fault for file in _files(config) for fault in _check(file, skip_bad_rows=skip))]
+
+
+def _dump_faults(config: Config) -> list[str]:
+    """Dumps of a run that was resumed begin later than at 0, so any one of them will do."""
+    template = config.debug.load_debug_rollout_data
+    if template is None or template_problems("", template):  # the rules report a template that is none
+        return []
+    pattern = _ROLLOUT_ID.sub("*", escape(template))
+    if glob(pattern):  # noqa: PTH207 - the placeholder may stand in any part of the path
+        return []
+    problem = (
+        f"--load-debug-rollout-data {template}: no such file; name what --save-debug-rollout-data wrote, with "
+        "{rollout_id} in place of the number"
+    )
+    return [problem]
 
 
 def _files(config: Config) -> Sequence[_File]:
@@ -47,7 +71,8 @@ def _files(config: Config) -> Sequence[_File]:
             tool_key=data.tool_key,
             multimodal_keys=data.multimodal_keys,
         )
-        files.append(_File(flag="--prompt-data", path=data.prompt_data, fmt=fmt))
+        supervised = is_supervised(config.rollout.rollout_function_path)
+        files.append(_File(flag="--prompt-data", path=data.prompt_data, fmt=fmt, conversations=supervised))
     for dataset in config.eval.eval_datasets:
         fmt = PromptFormat(
             input_key=dataset.input_key or data.input_key,
@@ -77,6 +102,11 @@ def _check(file: _File, *, skip_bad_rows: bool) -> list[str]:
         built = builder.build(row, location)
         if isinstance(built, DataError):
             faults.append(f"{file.flag}: {built}")
+        elif file.conversations and isinstance(built, Sample) and not isinstance(built.prompt, list):
+            faults.append(
+                f"{file.flag}: {location}: supervised fine-tuning needs a message list in {file.fmt.input_key!r}, "
+                f"found {type(built.prompt).__name__}; name the column of conversations with --input-key"
+            )
     if num_rows == 0:
         return [f"{file.flag} {file.path}: no rows; check the file and its slice suffix"]
     if skip_bad_rows and len(faults) < num_rows:

@@ -115,6 +115,8 @@ def describe(causes: Sequence[Cause]) -> str:
     """The causes as text, one a line, and what is ruled out."""
     likely = [cause for cause in causes if cause.score >= RULED_OUT]
     lines = [f"  {i + 1}. {cause.name}: {cause.evidence}; {cause.advice}" for i, cause in enumerate(likely)]
+    if not likely:
+        lines = ["  none of the causes known here; look at generation and at the trainer's model"]
     out = ", ".join(cause.name for cause in causes if cause.score < RULED_OUT)
     return "\n".join([*lines, f"  ruled out: {out}"] if out else lines)
 

@@ -65,7 +65,8 @@ def weight_normaliser(
     Raises:
         DataError: The engine's log-probs were not recorded.
     """
-    if not (algorithm.use_tis and algorithm.tis_batch_normalize and parallel.is_pp_last):
+    wanted = algorithm.use_tis and algorithm.tis_batch_normalize and algorithm.loss_type == "policy_loss"
+    if not wanted or not parallel.is_pp_last:
         return 1.0
     if columns.rollout_log_probs is None:
         raise DataError("--use-tis: the samples carry no rollout_log_probs; the generate function must record them")

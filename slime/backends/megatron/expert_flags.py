@@ -11,9 +11,13 @@ from typing import Any
 def force_expert_values(args: Namespace, explicit: frozenset[str]) -> list[str]:
     """Set what packed rows and the absence of Transformer Engine require; what the user should know of it."""
     notices: list[str] = []
+    idle = sorted(name for name in explicit if name.startswith("moe_"))
+    if idle and not args.num_experts:
+        flags = ", ".join("--" + name.replace("_", "-") for name in idle)
+        notices.append(f"{flags}: no effect on a model without experts")
     if args.moe_token_dispatcher_type == "allgather":
         args.moe_token_dispatcher_type = "alltoall"  # the only one that takes rows of any length
-    if args.moe_grouped_gemm:
+    if args.moe_grouped_gemm and args.num_experts:
         notices.append(
             "--moe-grouped-gemm: experts run in torch's grouped matrix products on CUDA in bf16, "
             "one after the other elsewhere"
@@ -32,7 +36,14 @@ def force_expert_values(args: Namespace, explicit: frozenset[str]) -> list[str]:
 def expert_problems(args: Namespace, world_size: int) -> list[str]:
     """One sentence for each flag, or pair of flags, that cannot work."""
     if not args.num_experts:
-        return []
+        return [
+            f"{flag} {size} divides experts, and this model has none; leave it out"
+            for flag, size in (
+                ("--expert-model-parallel-size", args.expert_model_parallel_size),
+                ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+            )
+            if (size or 1) > 1
+        ]
     tp, ep, pp = args.tensor_model_parallel_size, args.expert_model_parallel_size, args.pipeline_model_parallel_size
     etp = tp if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
     problems: list[str] = []

@@ -26,9 +26,9 @@ QWEN_NAMES: Mapping[str, str] = {"moe_layer_freq": "mlp_only_layers"}
 
 
 def expert_values(hf: HfModel) -> dict[str, Any]:
-    """Megatron destinations and values; empty for a dense model."""
+    """Megatron destinations and values; of a dense model only that it has no experts."""
     values_of = _VALUES.get(hf.model_type)
-    return values_of(hf) if values_of else {}
+    return values_of(hf) if values_of else {"num_experts": None}
 
 
 def layer_pattern(frequency: Any, num_layers: int) -> list[int]:

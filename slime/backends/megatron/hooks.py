@@ -71,9 +71,9 @@ def load_hooks(config: Config) -> TrainHooks:
 def pg_reducer_for(
     hooks: TrainHooks, micro_batch: MicroBatch, *, per_token: bool
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The custom reducer of the policy loss, bound to one micro-batch; None without one."""
+    """The custom reducer of the policy loss, bound to one micro-batch; None without one, or for a placeholder."""
     make = hooks.pg_loss_reducer
-    if make is None:
+    if make is None or not micro_batch.samples:  # a user's mean over no token would not be finite
         return None
     lengths = list(micro_batch.response_lengths)
 

@@ -67,6 +67,11 @@ class LossContext:
         sums = [self.batch.rollout_mask_sums[i] for i in micro_batch.samples] or [1.0]
         return TokenReducer.per_rollout(mask, sums, micro_batch.response_lengths)
 
+    @property
+    def has_metrics_of_users(self) -> bool:
+        """Whether a user's function names metrics of the loss, perhaps others in another micro-batch."""
+        return self.hooks.loss is not None or self.hooks.tis is not None
+
     def mask(self, micro_batch: MicroBatch) -> Tensor:
         """``[R]`` loss mask; all zero for a placeholder."""
         return micro_batch.flatten(self.columns.masks)

@@ -235,7 +235,7 @@ def _chunk(args: Any, tf_config: TransformerConfig, first: bool, last: bool, vp_
 
 
 def _freeze(config: Config, chunks: Sequence[MegatronModule]) -> None:
-    """Take parameters out of training by name, before gradient buffers are made for them."""
+    """Take parameters out of training by name, before gradient buffers are made for them; never a value head."""
     only, frozen = config.train.only_train_params_name_list, config.train.freeze_params_name_list
     if not only and not frozen:
         return
@@ -243,6 +243,8 @@ def _freeze(config: Config, chunks: Sequence[MegatronModule]) -> None:
         for name, parameter in chunk.named_parameters():
             matches = any(re.search(pattern, name) for pattern in (only or frozen or ()))
             parameter.requires_grad_(matches if only else not matches)
+        if chunk.post_process and isinstance(chunk.output_layer, ValueHead):
+            chunk.output_layer.requires_grad_(True)  # its first weights are random
     if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
         flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
         raise ConfigError(f"{flag} {' '.join(only or frozen or ())} leaves no parameter of this stage to train")

@@ -40,8 +40,8 @@ def reduce_objectives(
         objectives: This rank's micro-batches; empty on all but the last stage.
         denominator: What sums are divided by.
         parallel: This rank's place.
-        names_may_differ: Let the ranks agree on the names first: a rank of placeholders knows no
-            custom metric.
+        names_may_differ: Let the ranks agree on the names first: a user's function may give a metric on
+            some of them only, and a rank of placeholders knows none.
     """
     metrics: dict[str, float] = {}
     if parallel.is_pp_last:

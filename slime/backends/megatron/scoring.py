@@ -18,7 +18,7 @@ from torch import distributed as dist
 from slime.algorithms import ALGORITHMS
 from slime.algorithms.advantages import AdvantageInputs, reverse_kl
 from slime.algorithms.kl import approx_kl
-from slime.algorithms.reduction import whiten
+from slime.algorithms.reduction import blank_masked, whiten
 from slime.backends.megatron.batches import MicroBatch
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.passes import ModelPasses
@@ -169,7 +169,11 @@ def _token_kl(config: Config, columns: RolloutColumns) -> Column:
         return {i: torch.zeros_like(mask) for i, mask in columns.masks.items()}
     current = _acting_log_probs(config, columns)
     kind = config.algorithm.kl_loss_type
-    return {i: approx_kl(current[i], ref, kind) for i, ref in columns.ref_log_probs.items()}
+    found = {i: approx_kl(current[i], ref, kind) for i, ref in columns.ref_log_probs.items()}
+    if config.algorithm.use_rollout_logprobs:
+        # What others wrote (tools, templates) the engine never scored: its log-probs there mean nothing.
+        found = {i: blank_masked(kl, columns.masks[i]) for i, kl in found.items()}
+    return found
 
 
 def _acting_log_probs(config: Config, columns: RolloutColumns) -> Column:

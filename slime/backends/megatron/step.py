@@ -108,8 +108,12 @@ class TrainStep:
         log_probs: Column = {}
         entropy: Column = {}
         objectives = self._accumulate(context, micro_batches, denominators, log_probs, entropy)
-        custom = context.config.algorithm.loss_type == "custom_loss"
-        metrics = reduce_objectives(objectives, denominators.of_metrics, self._passes.parallel, names_may_differ=custom)
+        metrics = reduce_objectives(
+            objectives,
+            denominators.of_metrics,
+            self._passes.parallel,
+            names_may_differ=context.has_metrics_of_users,
+        )
         metrics |= _likelihood(metrics, denominators)
         skip, grad_norm = self._update(loss_skip(metrics))
         for index, group in enumerate(self.optimizer.param_groups):

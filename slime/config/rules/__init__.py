@@ -16,12 +16,14 @@ from slime.config.rules.corrections import check_corrections
 from slime.config.rules.distillation import check_distillation
 from slime.config.rules.engines import resolve_engines
 from slime.config.rules.evaluation import resolve_evaluation
+from slime.config.rules.idle import check_idle
 from slime.config.rules.inputs import resolve_inputs
 from slime.config.rules.lengths import resolve_lengths
 from slime.config.rules.model import resolve_model
 from slime.config.rules.objective import check_objective
 from slime.config.rules.outputs import resolve_outputs
 from slime.config.rules.placement import resolve_placement
+from slime.config.rules.sampling import check_sampling
 from slime.config.rules.supervised import resolve_supervised
 
 RULES: tuple[Callable[[Draft], None], ...] = (
@@ -38,5 +40,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     check_distillation,
     resolve_engines,
     resolve_evaluation,
+    check_sampling,
+    check_idle,
     check_availability,
 )

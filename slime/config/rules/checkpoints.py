@@ -9,6 +9,7 @@ from typing import Literal
 from slime.config.draft import Draft
 from slime.config.hf import LOADABLE_MODEL_TYPES, normalize_config, read_config_json
 from slime.config.rules.outputs import template_problems
+from slime.config.rules.same_model import other_model
 from slime.config.sections import CheckpointConfig
 from slime.errors import ConfigError
 
@@ -53,6 +54,8 @@ def _reference(draft: Draft) -> None:
                 f"--ref-load {checkpoint.ref_load}: holds neither a Megatron checkpoint ({TRACKER_FILE}) "
                 "nor a Hugging Face model of a supported family"
             )
+        elif kind == "huggingface":
+            draft.problems += weights_problems(draft, "--ref-load", checkpoint.ref_load)
     elif needs_reference and draft.rollout.hf_checkpoint is not None:
         flag = "--use-kl-loss" if algorithm.use_kl_loss else "--kl-coef"
         draft.checkpoint = replace(checkpoint, ref_load=draft.rollout.hf_checkpoint)
@@ -75,7 +78,28 @@ def _load(draft: Draft) -> None:
     elif kind == "megatron" and "--finetune" not in draft.megatron_flags and not _is_release(checkpoint):
         draft.checkpoint = replace(checkpoint, resume=True)
     else:
+        if kind == "huggingface":
+            draft.problems += weights_problems(draft, "--load", checkpoint.load)
         draft.checkpoint = _from_the_start(checkpoint)
+
+
+def weights_problems(draft: Draft, where: str, path: str, *, own_head: bool = False) -> list[str]:
+    """Why the weights of a Hugging Face directory cannot be those of the trained model.
+
+    Args:
+        draft: Knows ``--hf-checkpoint``.
+        where: The flag that names the directory.
+        path: The directory.
+        own_head: Whether the trained model has an output layer of its own.
+    """
+    differing = other_model(draft, path, ours="there", own_head=own_head)
+    if draft.hf is None or not differing:
+        return []
+    problem = (
+        f"{where} {path}: weights of another model than --hf-checkpoint {draft.hf.path}: {', '.join(differing)}; "
+        "name weights of that model, or this directory as --hf-checkpoint"
+    )
+    return [problem]
 
 
 def _from_the_start(checkpoint: CheckpointConfig) -> CheckpointConfig:

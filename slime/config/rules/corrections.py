@@ -5,7 +5,8 @@ from __future__ import annotations
 from slime.config.draft import Draft
 from slime.config.sections import AlgorithmConfig
 
-_WEIGHT_FLAGS = ("tis_level", "tis_mode", "tis_upper_bound", "tis_lower_bound", "tis_batch_normalize")
+_BOUND_FLAGS = ("tis_upper_bound", "tis_lower_bound")
+_WEIGHT_FLAGS = ("tis_level", "tis_mode")
 _REJECTION_FLAGS = ("rs_level", "rs_upper_bound", "rs_lower_bound", "rs_veto_threshold")
 
 
@@ -15,11 +16,16 @@ def check_corrections(draft: Draft) -> None:
     draft.problems += _exclusions(algorithm) + _bound_problems(algorithm)
     own = algorithm.custom_tis_function_path is not None
     if own and not (algorithm.use_tis or algorithm.use_rs or algorithm.get_mismatch_metrics):
-        draft.notices.append("--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics")
+        draft.notices.append(
+            "--custom-tis-function-path has no effect without --use-tis, --use-rs or --get-mismatch-metrics"
+        )
     if own:
         return  # the function may read any of the following
     for names, switch, is_on in (
-        (_WEIGHT_FLAGS, "--use-tis", algorithm.use_tis or algorithm.use_rs or algorithm.get_mismatch_metrics),
+        # The bounds of --use-rs are by default those of the weights.
+        (_BOUND_FLAGS, "--use-tis", algorithm.use_tis or algorithm.use_rs or algorithm.get_mismatch_metrics),
+        (_WEIGHT_FLAGS, "--use-tis", algorithm.use_tis or algorithm.get_mismatch_metrics),
+        (("tis_batch_normalize",), "--use-tis", algorithm.use_tis),
         (_REJECTION_FLAGS, "--use-rs", algorithm.use_rs),
     ):
         idle = [draft.flag_of(name) for name in names if name in draft.given]
@@ -41,6 +47,12 @@ def _exclusions(algorithm: AlgorithmConfig) -> list[str]:
         problems.append("--use-tis and --use-icepop exclude each other: both weigh the same tokens")
     if algorithm.use_icepop and algorithm.custom_tis_function_path is not None:
         problems.append("--use-icepop and --custom-tis-function-path exclude each other: both weigh the same tokens")
+    normalizes = algorithm.use_tis and algorithm.tis_batch_normalize and algorithm.loss_type == "policy_loss"
+    if normalizes and not algorithm.compute_advantages_and_returns:
+        problems.append(
+            "--tis-batch-normalize needs the log-prob pass, which --disable-compute-advantages-and-returns leaves out; "
+            "remove one of them"
+        )
     return problems
 
 

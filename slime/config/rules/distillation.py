@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from slime.config.draft import Draft
-from slime.config.hf import normalize_config, read_config_json
 from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint
 from slime.config.rules.inputs import default_of
+from slime.config.rules.same_model import other_model
 from slime.config.sections import DataConfig, RolloutConfig
-from slime.errors import ConfigError
 
 TEACHER_MODULE = "slime.rollout.on_policy_distillation"
 TEACHER_REWARD = f"{TEACHER_MODULE}.reward_func"
 TEACHER_POST_PROCESS = f"{TEACHER_MODULE}.post_process_rewards"
-
-_SHARED_WITH_STUDENT = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "tie_word_embeddings", "rope_theta", "rope_scaling", "rms_norm_eps"),
-)
-"""What the trainer's one model takes from the student's config.json, whoever's weights are in it."""
 
 
 def check_distillation(draft: Draft) -> None:
@@ -73,27 +62,13 @@ def _weights_problems(draft: Draft) -> list[str]:
 
 def _difference_problems(draft: Draft, where: str) -> list[str]:
     """The teacher's weights are computed with in the student's model: what differs would be silently wrong."""
-    if draft.hf is None:
-        return []
-    try:
-        teacher = normalize_config(read_config_json(Path(draft.algorithm.opd_teacher_load or "") / "config.json"))
-    except ConfigError as error:
-        return [f"{where}: {problem}" for problem in error.problems]
-    differing = _differences(draft.hf.config, teacher)
+    differing = other_model(draft, draft.algorithm.opd_teacher_load or "", ours="student")
     problem = (
         f"{where}: the teacher takes turns with the student in the trainer's model, so both need the same "
         f"architecture; found {', '.join(differing)}. Serve another architecture with the same tokenizer by an "
         "inference server and use --opd-type sglang"
     )
     return [problem] if differing else []
-
-
-def _differences(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} {teacher.get(name)} (student: {student.get(name)})"
-        for name in _SHARED_WITH_STUDENT
-        if student.get(name) != teacher.get(name)
-    ]
 
 
 def _server_problems(draft: Draft) -> list[str]:

@@ -46,9 +46,11 @@ def _critic_problems(draft: Draft) -> list[str]:
             f"--num-critic-only-steps {algorithm.num_critic_only_steps}: all {rollouts} rollouts train only the critic"
         )
     if not algorithm.compute_advantages_and_returns:
+        supervised = algorithm.loss_type == "sft_loss"
+        found = "--loss-type sft_loss" if supervised else "--disable-compute-advantages-and-returns"
         problem = (
             f"--advantage-estimator {algorithm.advantage_estimator} trains a critic on returns; remove "
-            "--disable-compute-advantages-and-returns, or use an estimator without a critic"
+            f"{found}, or use an estimator without a critic"
         )
         return [problem]
     return []

@@ -25,6 +25,10 @@ def _debug_modes(draft: Draft) -> None:
     debug = draft.debug
     if debug.dump_details is not None:
         folder = Path(debug.dump_details)
+        if folder.exists() and not folder.is_dir():
+            draft.problems.append(f"--dump-details {folder}: is a file; name a directory")
+        replaced = [n for n in ("save_debug_rollout_data", "save_debug_train_data") if n in draft.given]
+        draft.notices += [f"{draft.flag_of(n)} has no effect: --dump-details {folder} decides" for n in replaced]
         debug = replace(
             debug,
             save_debug_rollout_data=str(folder / "rollout_data" / "{rollout_id}.pt"),

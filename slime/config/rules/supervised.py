@@ -19,8 +19,13 @@ def resolve_supervised(draft: Draft) -> None:
             f"--loss-type sft_loss with --rollout-temperature {draft.rollout.rollout_temperature:g}: the likelihood is "
             "that of the model at this temperature; leave the flag out for the plain one"
         )
-    if draft.rollout.rollout_function_path.replace(":", ".") == SUPERVISED_ROLLOUT:
+    if is_supervised(draft.rollout.rollout_function_path):
         _from_data(draft, supervised)
+
+
+def is_supervised(rollout_function_path: str) -> bool:
+    """Whether a rollout function is ours that takes conversations as they are."""
+    return rollout_function_path.replace(":", ".") == SUPERVISED_ROLLOUT
 
 
 def _from_data(draft: Draft, supervised: bool) -> None:

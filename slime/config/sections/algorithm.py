@@ -13,6 +13,9 @@ KL_PENALTY_ESTIMATORS = frozenset({"rloo", "reinforce_plus_plus", "reinforce_plu
 WHITENED_ESTIMATORS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 """Estimators that are only sound with ``--normalize-advantages``."""
 
+DISCOUNTED_ESTIMATORS = frozenset({"reinforce_plus_plus", "ppo"})
+"""Estimators that discount by ``--gamma``."""
+
 CRITIC_ESTIMATORS = frozenset({"ppo"})
 """Estimators that need values of a critic."""
 
@@ -70,7 +73,7 @@ class AlgorithmConfig(Section):
         None, at_least=1, doc="Copy the trained weights to the reference every N rollouts."
     )
     entropy_coef: float = flag(0.0, doc="Weight of the entropy bonus.")
-    gamma: float = flag(1.0, at_least=0, at_most=1, doc="Discount of REINFORCE++ and PPO.")
+    gamma: float = flag(1.0, at_least=0, at_most=1, doc="Discount of reinforce_plus_plus and ppo.")
     lambd: float = flag(1.0, at_least=0, at_most=1, doc="Lambda of generalised advantage estimation.")
     normalize_advantages: bool = flag(False, doc="Whiten advantages over the whole batch.")
     grpo_std_normalization: bool = flag(

@@ -50,6 +50,7 @@ class TrainConfig(Section):
     )
     log_probs_chunk_size: int = flag(
         -1,
+        at_least=-1,
         doc="Tokens whose fp32 temporaries of the log-probs may exist at a time, and with --recompute-loss-function "
         "their logits; -1 picks a number that keeps the device busy.",
     )
@@ -59,10 +60,14 @@ class TrainConfig(Section):
         "parallelism. Loss and gradients do not depend on it.",
     )
     only_train_params_name_list: tuple[str, ...] | None = flag(
-        None, metavar="REGEX", doc="Train only parameters whose name matches one of these (re.search)."
+        None,
+        metavar="REGEX",
+        doc="Train only parameters whose name matches one of these (re.search), and a critic's value head.",
     )
     freeze_params_name_list: tuple[str, ...] | None = flag(
-        None, metavar="REGEX", doc="Freeze parameters whose name matches one of these (re.search)."
+        None,
+        metavar="REGEX",
+        doc="Freeze parameters whose name matches one of these (re.search), but never a critic's value head.",
     )
     freeze_indexer: bool = flag(False, doc="Freeze the indexer weights of DSA attention.")
     allgather_cp: bool = flag(False, doc="Contiguous context-parallel layout instead of zig-zag (DSA models only).")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from slime.errors import CheckpointError, ConfigError, WaitTimeoutError
 from tests.support.gloo import free_port
 from tests.support.tiny_models import Family, make_tiny_model
-from tests.support.training import loaded_model, make_config, start
+from tests.support.training import loaded_model, make_config, make_critic_config, start
 
 from slime.backends.megatron import parallel  # isort: skip
 from slime.backends.megatron.attention import PackedLayout, pack_row  # isort: skip
@@ -304,6 +304,18 @@ def test_frozen_parameters_have_no_gradient(tmp_path: Path) -> None:
     config = make_config(folder, train={"only_train_params_name_list": ("nothing",)})
     with pytest.raises(ConfigError, match="--only-train-params-name-list nothing leaves no parameter"):
         loaded_model(config, start(config))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{"only_train_params_name_list": (r"layers\.1\.mlp",)}, {"freeze_params_name_list": ("output_layer", "emb")}],
+)
+def test_a_value_head_is_never_frozen(tmp_path: Path, train: dict[str, Any]) -> None:
+    config = make_critic_config(make_tiny_model(tmp_path, "llama"), train=train)
+    (model,) = loaded_model(config, start(config))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {"output_layer.weight", "output_layer.bias"} < trained
+    assert len(trained) < len(list(model.parameters()))
 
 
 @pytest.mark.timeout(60)

@@ -79,6 +79,8 @@ def test_faults(problems: Problems, teacher: Path, flags: str, words: list[str])
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (student: 1e-06)"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False (student: True)"),
         ({"model_type": "qwen2"}, "model_type qwen2 (student: qwen3)"),
+        ({"num_experts": 4}, "num_experts 4 (student: None)"),
+        ({"kv_lora_rank": 16}, "kv_lora_rank 16 (student: None)"),
     ],
 )
 def test_the_trainers_teacher_must_have_the_students_shape(

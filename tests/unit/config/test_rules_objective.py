@@ -39,6 +39,10 @@ Problems = Callable[..., list[str]]
         ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
         ("--eps-clip-c 1", "--eps-clip-c must be > 1"),
         ("--use-routing-replay --disable-compute-advantages-and-returns", "replays the routing of the log-prob pass"),
+        (
+            "--use-tis --tis-batch-normalize --disable-compute-advantages-and-returns",
+            "--tis-batch-normalize needs the log-prob pass",
+        ),
     ],
 )
 def test_objective_faults(problems: Problems, flags: str, words: str) -> None:
@@ -57,6 +61,8 @@ def test_routing_replay(run: Run) -> None:
     [
         ("--advantage-estimator grpo --kl-coef 0.1", "--kl-coef 0.1 does not enter the advantages"),
         ("--tis-level sequence", "--tis-level: no effect without --use-tis"),
+        ("--use-rs --tis-mode clip", "--tis-mode: no effect without --use-tis"),
+        ("--get-mismatch-metrics --tis-batch-normalize", "--tis-batch-normalize: no effect without --use-tis"),
         ("--use-tis --rs-veto-threshold 0.1", "--rs-veto-threshold: no effect without --use-rs"),
         ("--use-tis --tis-lower-bound 0.5", "no effect with --tis-mode truncate"),
         ("--custom-tis-function-path a.b", "no effect without --use-tis"),
@@ -73,6 +79,7 @@ def test_objective_notices(run: Run, flags: str, words: str) -> None:
     [
         "--use-tis --tis-level geometric --use-rs --rs-veto-threshold 1e-4 --tis-batch-normalize",
         "--use-rollout-logprobs --use-rs",
+        "--use-rs --tis-upper-bound 3",
         "--get-mismatch-metrics",
         "--use-tis --rs-level token --tis-lower-bound 0.5 --custom-tis-function-path a.b",
         "--advantage-estimator rloo --kl-coef 0.1",

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.config import Config, DataConfig, DebugConfig, EvalConfig, EvalDatasetConfig
+from slime.config import Config, DataConfig, DebugConfig, EvalConfig, EvalDatasetConfig, RolloutConfig
 from slime.data.preflight import preflight
 
 
@@ -65,7 +66,30 @@ def test_files_that_are_not_ours_to_read(tmp_path: Path) -> None:
     missing = tmp_path / "no.jsonl"
     assert preflight(config(missing, rollout_global_dataset=False)) == []
     assert preflight(config(missing, data_source_path="mine.Source")) == []
-    assert preflight(config(missing, debug=DebugConfig(load_debug_rollout_data="{rollout_id}.pt"))) == []
+    (tmp_path / "eval[1]").mkdir()
+    (tmp_path / "eval[1]" / "000003.pt").touch()
+    replay = DebugConfig(load_debug_rollout_data=f"{tmp_path}/eval[1]/{{rollout_id:06d}}.pt")
+    assert preflight(config(missing, debug=replay)) == []
+
+
+def test_dumps_to_train_on_must_exist(path: Path, tmp_path: Path) -> None:
+    template = f"{tmp_path}/dumps/{{rollout_id}}.pt"
+    (fault,) = preflight(config(path, debug=DebugConfig(load_debug_rollout_data=template)))
+    assert fault.startswith(f"--load-debug-rollout-data {template}: no such file; ")
+    # A template that cannot be filled in is reported by the rules.
+    assert preflight(config(path, debug=DebugConfig(load_debug_rollout_data="{step}.pt"))) == []
+
+
+def test_supervised_runs_need_conversations(path: Path, tmp_path: Path) -> None:
+    supervised = RolloutConfig(rollout_function_path="slime.rollout.sft_rollout.generate_rollout")
+    (fault,) = preflight(replace(config(path), rollout=supervised))
+    assert fault.startswith(
+        f"--prompt-data: {path}:1: supervised fine-tuning needs a message list in 'prompt', found str"
+    )
+    assert "--input-key" in fault
+    rows = tmp_path / "conversations.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "a"}], "label": 1}\n')
+    assert preflight(replace(config(rows), rollout=supervised)) == []
 
 
 def test_evaluation_sets_are_checked_as_well(path: Path, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def test_what_both_sides_agree_on_is_ruled_out() -> None:
     causes = diagnose(EQUAL, LogprobEvidence(pattern=NOISE))
     assert {c.name for c in causes if c.score == 0} >= {"rope", "norm epsilon", "precision", "truncation"}
     assert "ruled out: " in describe(causes)
+    nothing_left, ruled_out = describe([replace(cause, score=0.0) for cause in causes]).splitlines()
+    assert nothing_left.startswith("  none of the causes known here")
+    assert ruled_out.count(", ") == len(causes) - 1
 
 
 def test_unknown_settings_stay_possible() -> None:

@@ -110,6 +110,12 @@ def test_normaliser() -> None:
     assert weight_normaliser(flags, columns(), [], ALONE) == 1.0
 
 
+@pytest.mark.parametrize("loss", ["sft_loss", "custom_loss"])
+def test_no_other_loss_is_normalised_or_needs_log_probs_for_it(loss: Any) -> None:
+    flags = AlgorithmConfig(use_tis=True, tis_batch_normalize=True, loss_type=loss)
+    assert weight_normaliser(flags, RolloutColumns(masks={0: torch.ones(2)}), [0], ALONE) == 1.0
+
+
 def test_normaliser_without_engine_log_probs_says_so() -> None:
     bare = RolloutColumns(masks={0: torch.ones(2)})
     with pytest.raises(DataError, match="carry no rollout_log_probs"):

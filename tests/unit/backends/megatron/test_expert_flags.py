@@ -96,6 +96,20 @@ def test_what_cannot_work_is_refused(folder: Path, argv: list[str], processes: i
     assert any(words in problem for problem in caught.value.problems)
 
 
+def test_expert_flags_on_a_dense_model(tmp_path: Path) -> None:
+    dense = make_tiny_model(tmp_path, "llama")
+    for argv, words in (
+        (["--num-experts", "8"], "--num-experts gives num_experts = 8, but num_experts in"),
+        (["--expert-model-parallel-size", "2"], "--expert-model-parallel-size 2 divides experts, and this model has"),
+        (["--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size 2 divides experts"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make_config(dense, argv, num_processes=2)
+        assert words in caught.value.problems[0]
+    (notice,) = make_config(dense, ["--moe-grouped-gemm", "--moe-router-topk", "2"]).megatron.notices
+    assert notice == "--moe-grouped-gemm, --moe-router-topk: no effect on a model without experts"
+
+
 def test_shared_experts_are_split_over_tensor_parallel_ranks(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen2_moe", shared_expert_intermediate_size=81)
     with pytest.raises(ConfigError, match="--moe-shared-expert-intermediate-size 81 cannot be split"):
