@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.errors import DataError
-
 SCAN_CHUNK = 128
 
 
@@ -106,22 +104,14 @@ def leave_one_out(inputs: AdvantageInputs) -> Advantages:
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Advantages:
     """REINFORCE++: discounted sum of the KL penalty and the reward at the last trained token.
 
-    Paper: https://arxiv.org/abs/2501.03262.
-
-    Raises:
-        DataError: A sample has no unmasked token to carry its reward.
+    Paper: https://arxiv.org/abs/2501.03262. A sample without a trained token, such as one that failed, gets zeros.
     """
     rows: list[Tensor] = []
-    for i, (reward, kl, mask) in enumerate(zip(inputs.rewards, inputs.kl, inputs.masks, strict=True)):
-        trained = mask.nonzero()
-        if trained.numel() == 0:
-            raise DataError(
-                f"sample {i} has no unmasked response token, so reinforce_plus_plus has nowhere to put its "
-                "reward; samples that failed or that --rollout-sample-filter-path took out are such. Drop their groups "
-                "with --dynamic-sampling-filter-path, or use another --advantage-estimator"
-            )
+    for reward, kl, mask in zip(inputs.rewards, inputs.kl, inputs.masks, strict=True):
         token_rewards = torch.where(mask.bool(), -inputs.kl_coef * kl, torch.zeros_like(kl))
-        token_rewards[trained[-1]] += reward
+        trained = mask.nonzero()
+        if len(trained):
+            token_rewards[trained[-1]] += reward
         rows.append(discounted_sums(token_rewards, inputs.gamma))
     return Advantages(advantages=rows, returns=list(rows))
 

@@ -112,7 +112,8 @@ def advantages(batch: Sequence[Response], spec: Spec) -> list[list[float]]:
             row = [reward - spec.kl_coef * sum(kl[t:]) for t in range(n)]
         elif spec.estimator == "reinforce_plus_plus":
             token_rewards = [-spec.kl_coef * k for k in kl]
-            token_rewards[s.trained[-1]] += reward
+            if s.trained:
+                token_rewards[s.trained[-1]] += reward
             row = [sum(spec.gamma ** (j - t) * token_rewards[j] for j in range(t, n)) for t in range(n)]
         elif spec.estimator == "reinforce_plus_plus_baseline":
             row = [reward - spec.kl_coef * kl[t] for t in range(n)]
