@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ CHILD_SECONDS = 150.0
 def peak_bytes(work: Callable[[], object]) -> int:
     """Most bytes that tensors made by ``work`` take at a time, those inside of operators included.
 
-    The profiler leaves a thread behind: call it ``in_child``.
+    The profiler leaves a thread behind: call it in a process of its own.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
@@ -50,6 +51,7 @@ def in_child(work: Callable[[], T]) -> T:
 
 
 def _report(work: Callable[[], T], answer: Connection) -> None:
+    gc.freeze()  # what the parent left to collect may have threads that are not here
     try:
         answer.send((work(), None))
     except BaseException:  # noqa: BLE001 - the parent fails with it

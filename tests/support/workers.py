@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,19 @@ def running_worker(config: Config, rank: Rank | None = None) -> Iterator[Any]:
         yield worker
     finally:
         worker.close()
+        _let_go(worker)
+
+
+def _let_go(worker: Any) -> None:
+    """Take a closed worker's model apart, so that its process groups go.
+
+    Autograd holds Megatron's gradient hooks, and these hold model and groups, where the garbage collector cannot see
+    it. A worker ends with its process; here the threads and sockets of all groups of all tests would add up.
+    """
+    for chunk in vars(worker).get("chunks", ()):
+        for module in [*chunk.modules()]:
+            vars(module).clear()
+    gc.collect()
 
 
 def weights_of(worker: Any) -> dict[str, torch.Tensor]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.memory import in_child, peak_bytes
+from tests.support.gloo import Rank, run_ranks
+from tests.support.memory import peak_bytes
 from tests.support.rollouts import make_rollout
 from tests.support.tiny_models import make_tiny_model
 from tests.support.training import make_config
@@ -24,12 +25,12 @@ ROWS = max(sum(BATCH.response_lengths[:8]), sum(BATCH.response_lengths[8:]))
 ALGORITHM = {"entropy_coef": 0.01, "use_rollout_entropy": True}
 
 
-def train(model_dir: Path, **flags: Any) -> tuple[int, dict[str, float]]:
+def train(rank: Rank, model_dir: Path, **flags: Any) -> tuple[int, dict[str, float]]:
     """Most bytes of the second rollout (the first makes the optimizer's state), and its numbers."""
     data = {"global_batch_size": 8, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 4096}
     config = make_config(model_dir, LINEAR_ADAM, algorithm=ALGORITHM, data=data, train={"precision": "fp32", **flags})
     metrics: dict[str, float] = {}
-    with running_worker(config) as worker:
+    with running_worker(config, rank) as worker:
         worker.train(BATCH)
         peak = peak_bytes(lambda: metrics.update(worker.train(replace(BATCH, rollout_id=1))))
     return peak, metrics
@@ -37,9 +38,9 @@ def train(model_dir: Path, **flags: Any) -> tuple[int, dict[str, float]]:
 
 def test_recomputed_logits_are_never_whole(tmp_path: Path) -> None:
     model_dir = make_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, hidden_size=32, tie_word_embeddings=True)
-    whole, want = in_child(lambda: train(model_dir))
+    whole, want = run_ranks(1, train, model_dir)[0]
     recompute: dict[str, Any] = {"recompute_loss_function": True, "log_probs_chunk_size": CHUNK}
-    chunked, found = in_child(lambda: train(model_dir, **recompute))
+    chunked, found = run_ranks(1, train, model_dir, **recompute)[0]
     logits = ROWS * VOCAB * 4
     assert whole > logits
     # What is left is the gradient of the head's weight, its sum over chunks, and one chunk.
