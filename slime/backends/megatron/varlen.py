@@ -56,6 +56,11 @@ class VarlenPlan:
 
         The kernel has one head size: narrower heads, the values of multi-latent attention, are padded.
         """
+        if not self.max_queries:
+            # Padding only, as a short row has on some context-parallel rank, and the kernel wants a sequence. All
+            # three stay in the graph: the backward of the keys' gather is collective.
+            nothing = query[:0].sum() + key[:0].sum() + value[:0].sum()
+            return nothing.expand(*query.shape[:2], value.size(-1))
         from torch.nn.attention.varlen import varlen_attn  # has no CPU implementation; absent before torch 2.10
 
         assert not dropout, "variable-length attention has no dropout"

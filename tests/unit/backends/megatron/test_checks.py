@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from slime.backends.megatron.checks import check_rollout, check_step
 from slime.config import AlgorithmConfig, Config, DebugConfig
+from slime.config.sections import DataConfig
 from slime.errors import TrainerError
 
 STEP = {
@@ -58,6 +60,15 @@ def test_the_reference_is_the_policy_before_the_first_update(difference: float) 
     check_rollout(config(ci_disable_kl_checker=True), apart, rollout_id=0)
     check_rollout(config(routing=True), apart, rollout_id=0)
     check_rollout(config(ci_test=False), apart, rollout_id=0)
+
+
+def test_a_mean_over_later_steps_is_not_that_before_the_first() -> None:
+    apart = ROLLOUT | {"rollout/ref_log_probs": -0.5}
+    with pytest.raises(TrainerError, match="they must be equal"):
+        check_rollout(config(engine=True), apart, rollout_id=0)
+    check_rollout(replace(config(engine=True), data=DataConfig(num_steps_per_rollout=2)), apart, rollout_id=0)
+    with pytest.raises(TrainerError, match="they must be equal"):
+        check_rollout(replace(config(), data=DataConfig(num_steps_per_rollout=2)), apart, rollout_id=0)
 
 
 @pytest.mark.parametrize(
