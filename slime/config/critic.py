@@ -20,7 +20,7 @@ from slime.config.sections import AlgorithmConfig, CheckpointConfig
 CRITIC_DIR = "critic"
 """Directory of the critic's checkpoints below the actor's."""
 
-WHERE = "--megatron-config-path: critic"
+WHERE = "--megatron-config-path"
 
 
 def role_config(draft: Draft, megatron: MegatronConfig, actor: CheckpointConfig, own: dict[str, Any]) -> RoleConfig:

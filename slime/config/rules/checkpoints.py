@@ -33,6 +33,22 @@ def classify_checkpoint(path: str) -> Literal["megatron", "huggingface", "empty"
     return "empty"
 
 
+def iteration_problems(flag: str, step: int | None, where: str, path: str) -> list[str]:
+    """Whether a Megatron checkpoint directory has the iteration that a flag asks for.
+
+    Args:
+        flag: The flag that names the iteration.
+        step: The iteration; None for the newest.
+        where: The flag that names the directory.
+        path: The directory.
+    """
+    if step is None or (Path(path) / f"iter_{step:07d}").is_dir():
+        return []
+    names = sorted(entry.name.removeprefix("iter_") for entry in Path(path).glob("iter_*"))
+    there = ", ".join(str(int(name)) for name in names if name.isdigit()) or "none"
+    return [f"{flag} {step}: {where} {path} has no such iteration; there: {there}"]
+
+
 def resolve_checkpoints(draft: Draft) -> None:
     """Settle ``load``, ``ref_load``, ``resume`` and ``save``."""
     _reference(draft)
@@ -56,6 +72,10 @@ def _reference(draft: Draft) -> None:
             )
         elif kind == "huggingface":
             draft.problems += weights_problems(draft, "--ref-load", checkpoint.ref_load)
+        else:
+            draft.problems += iteration_problems(
+                "--ref-ckpt-step", checkpoint.ref_ckpt_step, "--ref-load", checkpoint.ref_load
+            )
     elif needs_reference and draft.rollout.hf_checkpoint is not None:
         flag = "--use-kl-loss" if algorithm.use_kl_loss else "--kl-coef"
         draft.checkpoint = replace(checkpoint, ref_load=draft.rollout.hf_checkpoint)
@@ -75,7 +95,10 @@ def _load(draft: Draft) -> None:
             return
         step = checkpoint.ref_ckpt_step if start == checkpoint.ref_load else None
         draft.checkpoint = _from_the_start(replace(checkpoint, load=start, ckpt_step=step))
-    elif kind == "megatron" and "--finetune" not in draft.megatron_flags and not _is_release(checkpoint):
+        return
+    if kind == "megatron":
+        draft.problems += iteration_problems("--ckpt-step", checkpoint.ckpt_step, "--load", checkpoint.load)
+    if kind == "megatron" and "--finetune" not in draft.megatron_flags and not _is_release(checkpoint):
         draft.checkpoint = replace(checkpoint, resume=True)
     else:
         if kind == "huggingface":

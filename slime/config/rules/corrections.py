@@ -21,9 +21,11 @@ def check_corrections(draft: Draft) -> None:
         )
     if own:
         return  # the function may read any of the following
+    weighs = algorithm.use_tis or algorithm.use_rs or algorithm.get_mismatch_metrics
     for names, switch, is_on in (
+        (("tis_clip", "tis_clip_low"), "--use-tis or --use-icepop", weighs or algorithm.use_icepop),
         # The bounds of --use-rs are by default those of the weights.
-        (_BOUND_FLAGS, "--use-tis", algorithm.use_tis or algorithm.use_rs or algorithm.get_mismatch_metrics),
+        (_BOUND_FLAGS, "--use-tis", weighs),
         (_WEIGHT_FLAGS, "--use-tis", algorithm.use_tis or algorithm.get_mismatch_metrics),
         (("tis_batch_normalize",), "--use-tis", algorithm.use_tis),
         (_REJECTION_FLAGS, "--use-rs", algorithm.use_rs),

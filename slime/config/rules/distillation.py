@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.config.draft import Draft
-from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint
+from slime.config.rules.checkpoints import TRACKER_FILE, classify_checkpoint, iteration_problems
 from slime.config.rules.inputs import default_of
 from slime.config.rules.same_model import other_model
 from slime.config.sections import DataConfig, RolloutConfig
@@ -53,7 +53,7 @@ def _weights_problems(draft: Draft) -> list[str]:
             f"{where}: neither a Megatron checkpoint ({TRACKER_FILE}) nor a Hugging Face model of a supported family"
         ]
     if kind == "megatron":
-        return []
+        return iteration_problems("--opd-teacher-ckpt-step", step, "--opd-teacher-load", path)
     problems = _difference_problems(draft, where)
     if step is not None:
         problems.append(f"--opd-teacher-ckpt-step {step}: {where} holds no Megatron checkpoint")

@@ -36,7 +36,8 @@ def test_load_resumes_only_a_megatron_checkpoint(run: Run, tmp_path: Path, model
 
 
 def megatron_dir(folder: Path, tracker: str = "7") -> Path:
-    folder.mkdir()
+    for step in (3, 5, 7):
+        (folder / f"iter_{step:07d}").mkdir(parents=True)
     (folder / TRACKER_FILE).write_text(tracker)
     return folder
 
@@ -105,3 +106,26 @@ def test_classify(tmp_path: Path) -> None:
     assert classify_checkpoint(str(tmp_path)) == "empty"
     strange = write_model(tmp_path / "strange", {"model_type": "bert"})
     assert classify_checkpoint(str(strange)) == "empty"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--load SAVED --ckpt-step 9", "--ckpt-step 9: --load SAVED has no such iteration; there: 3, 5, 7"),
+        (
+            "--ref-load SAVED --ref-ckpt-step 4",
+            "--ref-ckpt-step 4: --ref-load SAVED has no such iteration; there: 3, 5, 7",
+        ),
+        (
+            "--use-opd --opd-type megatron --opd-teacher-load SAVED --opd-teacher-ckpt-step 8",
+            "--opd-teacher-ckpt-step 8: --opd-teacher-load SAVED has no such iteration; there: 3, 5, 7",
+        ),
+    ],
+)
+def test_an_iteration_that_is_asked_for_exists(
+    run: Run, problems: Problems, tmp_path: Path, flags: str, words: str
+) -> None:
+    saved = megatron_dir(tmp_path / "saved")
+    assert problems(flags.replace("SAVED", str(saved))) == [words.replace("SAVED", str(saved))]
+    flag, step = flags.split()[-2:]
+    run(flags.replace("SAVED", str(saved)).replace(f"{flag} {step}", f"{flag} 3"))

@@ -29,7 +29,7 @@ def test_a_teacher_of_each_kind_is_accepted(run: Run, teacher: Path, tmp_path: P
     assert (config.algorithm.opd_type, config.algorithm.opd_teacher_load) == ("megatron", str(teacher))
     assert config.algorithm.opd_kl_coef == 0.5
     checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
+    (checkpoint / "iter_0000007").mkdir(parents=True)
     (checkpoint / TRACKER_FILE).write_text("7")
     config = run(f"--use-opd --opd-type megatron --opd-teacher-load {checkpoint} --opd-teacher-ckpt-step 7")
     assert config.algorithm.opd_teacher_ckpt_step == 7

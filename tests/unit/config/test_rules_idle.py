@@ -33,6 +33,8 @@ def test_values_that_cannot_work(problems: Callable[..., list[str]], prompts: Pa
     [
         ("--max-logprob-diff-action stop", "--max-logprob-diff-action has no effect without --max-logprob-diff"),
         ("--max-logprob-diff-action stop --max-logprob-diff 1", ""),
+        ("--tis-clip 3", "--tis-clip: no effect without --use-tis or --use-icepop"),
+        ("--tis-clip 3 --use-icepop", ""),
         ("--opsm-delta 0.1", "--opsm-delta has no effect without --use-opsm"),
         ("--use-unbiased-kl", "--use-unbiased-kl has no effect without --use-kl-loss"),
         ("--async-save", "--async-save has no effect without --save or --save-interval"),

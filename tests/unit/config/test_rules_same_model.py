@@ -39,5 +39,5 @@ def test_a_critic_of_another_shape_is_refused(problems: Callable[..., list[str]]
     file = tmp_path / "roles.yaml"
     file.write_text(f"megatron: [{{role: critic, overrides: {{load: {other}}}}}]")
     (problem,) = problems(f"--advantage-estimator ppo --megatron-config-path {file}")
-    assert f"critic: load {other}: weights of another model" in problem
+    assert f"critic: --megatron-config-path: load {other}: weights of another model" in problem
     assert "num_hidden_layers 3 (there: 2)" in problem
