@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
 export VENV
 
-.PHONY: help setup setup-dev quickstart test test-parallel test-interrupted style format bench bench-trl clean
+.PHONY: help setup setup-dev quickstart test test-parallel test-interrupted test-gpu style format bench bench-trl clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: setup-dev ## run the tests
 test-parallel: setup-dev ## every parallel layout against one process, checkpoints across layouts, killed saves; two tables
 	$(BIN)/python -m pytest tests/parallel
 	@$(BIN)/python -m tests.parallel.algorithm_table
+
+test-gpu: setup-dev ## the same checks in fp32 and bf16 on one CUDA device; each states its tolerances
+	$(BIN)/python -m pytest tests/gpu
 
 test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
 	$(BIN)/python -m pytest tests/e2e/test_interrupted.py
