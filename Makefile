@@ -8,6 +8,8 @@ TESTS ?= tests/unit tests/integration tests/e2e/test_train.py tests/e2e/test_ppo
 BIN := $(VENV)/bin
 PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
 export VENV
+# Every run starts dozens of processes that import torch; without bytecode on disk each would compile it anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-dev quickstart test test-parallel test-interrupted test-gpu style format bench bench-trl clean
 
