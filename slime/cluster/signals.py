@@ -66,12 +66,13 @@ def terminable() -> Generator[Ending]:
 
 @contextmanager
 def held_back() -> Generator[None]:
-    """Keep ending signals waiting; processes started inside the block hold them back for good.
+    """Keep ending signals and Ctrl-C waiting; processes started inside the block hold them back for good.
 
     A blocked signal stays blocked through fork and exec: this is how Ray's daemons, whose own handlers
-    would take the whole cluster down, and the workers they start are made deaf to them.
+    would take the whole cluster down, and the workers they start are made deaf to them. Ctrl-C waits too,
+    because Python drops an exception that a signal raises while it forks (in ``logging``'s hook, for one).
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
     try:
         yield
     finally:

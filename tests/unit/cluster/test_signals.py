@@ -60,13 +60,21 @@ def test_a_signal_held_back_arrives_afterwards():
     assert reached
 
 
+def test_ctrl_c_held_back_arrives_afterwards():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        reached.append("the end of the block")
+    assert reached
+
+
 def test_processes_started_while_held_back_do_not_follow_ending_signals():
     with held_back():
         child = subprocess.Popen([sys.executable, "-S", "-c", "print(1, flush=True); input()"],
                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     try:
         assert child.stdout.readline()
-        for signum in ENDING:
+        for signum in (signal.SIGINT, *ENDING):
             child.send_signal(signum)
         child.stdin.write(b"\n")
         child.stdin.close()
