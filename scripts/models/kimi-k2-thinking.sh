@@ -1,45 +1,5 @@
-# shellcheck shell=bash disable=SC2034
+# shellcheck shell=bash source-path=SCRIPTDIR disable=SC2034
 # moonshotai/Kimi-K2-Thinking
-MODEL_ARGS=(
-   --num-layers 61
-   --hidden-size 7168
-   --ffn-hidden-size 18432
-   --num-attention-heads 64
-   --kv-channels 64
-   --vocab-size 163840
-   --norm-epsilon 1e-5
-   --rotary-base 50000
-   --rotary-scaling-factor 64
-   --no-rope-fusion
-   --attention-softmax-in-fp32
-   --disable-bias-linear
-   --normalization RMSNorm
-   --position-embedding-type rope
-   --swiglu
-   --untie-embeddings-and-output-weights
-   --multi-latent-attention
-   --q-lora-rank 1536
-   --kv-lora-rank 512
-   --qk-head-dim 128
-   --qk-pos-emb-head-dim 64
-   --v-head-dim 128
-   --qk-layernorm
-   --num-experts 384
-   --moe-layer-freq "[0]*1+[1]*60"
-   --moe-ffn-hidden-size 2048
-   --moe-shared-expert-intermediate-size 2048
-   --moe-router-topk 8
-   --moe-router-num-groups 1
-   --moe-router-group-topk 1
-   --moe-router-topk-scaling-factor 2.827
-   --moe-router-pre-softmax
-   --moe-router-score-function sigmoid
-   --moe-router-enable-expert-bias
-   --moe-router-bias-update-rate 0
-   --moe-router-load-balancing-type seq_aux_loss
-   --moe-aux-loss-coeff 0
-   --moe-grouped-gemm
-   --moe-router-dtype fp32
-   --moe-permute-fusion
-   --moe-token-dispatcher-type alltoall
-)
+MODEL_ARGS_NORM_EPSILON=1e-5
+MODEL_ARGS_ROTARY_SCALING_FACTOR=64
+source "$(dirname -- "${BASH_SOURCE[0]}")/kimi-k2.sh"

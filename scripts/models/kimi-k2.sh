@@ -7,9 +7,9 @@ MODEL_ARGS=(
    --num-attention-heads 64
    --kv-channels 64
    --vocab-size 163840
-   --norm-epsilon 1e-6
+   --norm-epsilon "${MODEL_ARGS_NORM_EPSILON:-1e-6}"
    --rotary-base 50000
-   --rotary-scaling-factor 32
+   --rotary-scaling-factor "${MODEL_ARGS_ROTARY_SCALING_FACTOR:-32}"
    --no-rope-fusion
    --attention-softmax-in-fp32
    --disable-bias-linear
