@@ -52,7 +52,6 @@ ROLLOUT_ARGS=(
     --input-key prompt
     --label-key label
     --apply-chat-template
-    --rollout-shuffle
     --custom-rm-path examples/quickstart/reward.py
     --num-rollout 50
     --rollout-batch-size 8
