@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from slime.errors import CheckpointError, SlimeError, WaitTimeoutError, WeightSyncError
+from slime.errors import CheckpointError, PluginError, WaitTimeoutError, WeightSyncError
 from slime.files import write_atomically
 from slime.plugins import load_plugin
 from slime.weights.delta_encoding import apply, checksum
@@ -36,7 +36,6 @@ PRE_READ_HOOK_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
 _SYNC_DIR = ".weight_sync"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOCK_POLL_SECONDS = 0.05
-_VISIBLE_SECONDS = 60.0  # longer than the attribute caches of network file systems
 _VISIBLE_POLL_SECONDS = 0.1
 
 
@@ -52,6 +51,7 @@ class PullRequest:
         version: The wanted version; with ``base_version`` only the base is copied.
         chain: Names the sequence; a directory of another one starts from the base.
         timeout_seconds: For other pulls of the same host to end.
+        visible_seconds: For a published file to be seen here.
         pre_read_hook: Path of a function that is called with each directory before it is read.
     """
 
@@ -62,6 +62,7 @@ class PullRequest:
     version: int
     chain: str
     timeout_seconds: float
+    visible_seconds: float = 60.0  # longer than the attribute caches of network file systems
     pre_read_hook: str | None = None
 
 
@@ -104,10 +105,10 @@ def pull(request: PullRequest) -> PullReport:
     try:
         with _locked(local, request.timeout_seconds):
             copied, patched = _pull(local, request)
+    except (WeightSyncError, WaitTimeoutError, PluginError) as error:
+        raise type(error)(f"host {host}: {error}") from error
     except (OSError, CheckpointError) as error:
         raise WeightSyncError(f"host {host}: {_explained(error, local)}") from error
-    except SlimeError as error:
-        raise type(error)(f"host {host}: {error}") from error
     return PullReport(host=host, copied_bytes=copied, patched_tensors=patched, seconds=time.monotonic() - started)
 
 
@@ -118,7 +119,7 @@ def _pull(local: Path, request: PullRequest) -> tuple[int, int]:
     copied = patched = 0
     if version is None or not request.base_version <= version <= request.version:
         base = Path(request.base_dir)
-        _wait_visible(base / "config.json")
+        _wait_visible(base / "config.json", request.visible_seconds)
         before_read(str(base))
         state.forget()
         copied = _copy_checkpoint(base, local)
@@ -128,7 +129,7 @@ def _pull(local: Path, request: PullRequest) -> tuple[int, int]:
         places = tensor_places(local)
         while version < request.version:
             directory = version_dir(Path(request.disk_dir), version + 1)
-            _wait_visible(directory / INDEX)
+            _wait_visible(directory / INDEX, request.visible_seconds)
             before_read(str(directory))
             state.forget()
             patched += _apply_version(directory, places, expected=version + 1, chain=request.chain)
@@ -246,14 +247,14 @@ def _copy_checkpoint(source: Path, local: Path) -> int:
     return needed
 
 
-def _wait_visible(path: Path) -> None:
+def _wait_visible(path: Path, seconds: float) -> None:
     """Wait until a file that was published elsewhere can be seen here."""
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
             raise WeightSyncError(
-                f"{path} cannot be seen here; --update-weight-disk-dir and --hf-checkpoint must be on a disk that "
-                "every engine's host mounts at the same place, and published versions must not be removed"
+                f"{path} cannot be seen here after {seconds:.0f} s; --update-weight-disk-dir and --hf-checkpoint must "
+                "be on a disk that every engine's host mounts at the same place, and published versions must stay"
             )
         time.sleep(_VISIBLE_POLL_SECONDS)
 
