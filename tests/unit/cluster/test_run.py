@@ -1,6 +1,6 @@
 """The order of things inside a step, seen on stand-ins that record who was asked for what."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from slime.observability.logprob_diagnosis import LogprobFacts
 from slime.observability.logprob_monitor import LogprobMonitor
 from slime.observability.report import Reporter
 from slime.observability.tracking import TrackingOptions, init_tracking, read_metrics
+from slime.weights.endpoint import EngineEndpoint
 
 
 class Devices:
@@ -41,6 +42,7 @@ class Devices:
 
 class Engines:
     urls = ("http://a", "http://b")
+    endpoints = tuple(EngineEndpoint(url=url, name=url, backend="embedded") for url in urls)
 
     def __init__(self, devices):
         self.devices = devices
@@ -84,7 +86,7 @@ class Trainer:
         self.devices.trainer = set()
         self.devices.note("trainer sleeps")
 
-    def connect_engines(self, urls):
+    def connect_engines(self, endpoints):
         self.devices.note("connect")
 
     def update_weights(self, check):
@@ -246,7 +248,7 @@ def test_a_trainer_that_moves_alone_wakes_for_each_step(make_run):
 def test_memory_of_every_moment_is_recorded_on_gpus(make_run, tmp_path):
     run, _ = make_run(colocate=True, num_rollout=1)
     run._group.device_memory = lambda: {"device_bytes": 3.0, "trainer_bytes": 2.0}
-    cluster = dataclasses.replace(run.config.cluster, device="cuda")
+    cluster = replace(run.config.cluster, device="cuda")
     run._turns = DeviceTurns(cluster, run._group, run._engines)
     loop(run)
     row = next(r for r in read_metrics(tmp_path / "metrics.jsonl") if "rollout/step" in r)
@@ -254,6 +256,17 @@ def test_memory_of_every_moment_is_recorded_on_gpus(make_run, tmp_path):
     for moment in moments:
         assert row[f"memory/{moment}_device_bytes"] == 3.0
         assert row[f"memory/{moment}_trainer_bytes"] == 2.0
+
+
+def test_engines_are_connected_again_only_when_they_changed(make_run):
+    run, devices = make_run()
+    run.sync_weights()
+    run.sync_weights()
+    moved = replace(Engines.endpoints[1], url="http://c")
+    run._engines.endpoints = (Engines.endpoints[0], moved)
+    run.sync_weights()
+    run.sync_weights()
+    assert devices.log == ["connect", "update", "update", "connect", "update", "update"]
 
 
 def test_a_logprob_difference_above_the_bound_ends_the_run_before_the_next_rollout(make_run, caplog):
