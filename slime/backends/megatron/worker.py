@@ -21,10 +21,10 @@ from slime.backends.megatron import parallel as parallel_groups  # noqa: E402
 from slime.backends.megatron.checkpoint import Trainable, load_weights, resume, resume_snapshots  # noqa: E402
 from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point, teacher_point  # noqa: E402
 from slime.backends.megatron.checkpoint_saver import CheckpointSaver  # noqa: E402
+from slime.backends.megatron.device_state import DeviceState, Part, device_memory  # noqa: E402
 from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E402
 from slime.backends.megatron.hooks import TrainHooks, load_hooks  # noqa: E402
 from slime.backends.megatron.model import build_model, build_optimizer  # noqa: E402
-from slime.backends.megatron.offload import DeviceState, Part, device_memory  # noqa: E402
 from slime.backends.megatron.passes import ModelPasses, ScoreSettings  # noqa: E402
 from slime.backends.megatron.routing_replay import routing_replay  # noqa: E402
 from slime.backends.megatron.scoring import plan_passes  # noqa: E402

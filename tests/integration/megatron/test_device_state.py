@@ -20,7 +20,7 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.training import make_config, make_critic_config
 from tests.support.workers import weights_of
 
-from slime.backends.megatron import offload  # isort: skip  (after the CPU substitutions)
+from slime.backends.megatron import device_state  # isort: skip  (after the CPU substitutions)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -209,8 +209,8 @@ def test_the_critic_sleeps_between_its_turns(model_dir: Path) -> None:
 
 
 def test_host_space_cuts_storages_at_its_blocks() -> None:
-    with mock.patch.object(offload, "BLOCK_BYTES", 8):
-        space = offload.HostSpace(pinned=False)
+    with mock.patch.object(device_state, "BLOCK_BYTES", 8):
+        space = device_state.HostSpace(pinned=False)
         space.reserve(5)
         space.reserve(21)
         assert space.num_bytes == 21
