@@ -76,14 +76,13 @@ class StopConditions:
         """
         window = _TOKENS_PER_CHARACTER * max((len(text) for text in self.strings), default=0)
         start = max(0, checked - window)
-        before = self._text(output_ids[start:checked]) if self.strings else ""
+        text = self._text(output_ids[start:checked])
         for count in range(checked + 1, len(output_ids) + 1):
+            before, text = text, self._text(output_ids[start:count])
             if count < self.min_new_tokens:
                 continue
             token_id = output_ids[count - 1]
-            if token_id in self.token_ids:
-                return Stop(count=count, matched=token_id)
-            matched = self._string(before, self._text(output_ids[start:count])) if self.strings else None
+            matched = token_id if token_id in self.token_ids else self._string(before, text)
             if matched is not None:
                 return Stop(count=count, matched=matched)
         return None
@@ -97,7 +96,7 @@ class StopConditions:
         return stop if stop is not None and isinstance(stop.matched, str) else None
 
     def _string(self, before: str, text: str) -> str | None:
-        """The string in ``text`` that is not already in its beginning ``before``."""
+        """The string in ``text`` that is not in ``before``, the text one token earlier."""
         found = [
             (at, string)
             for string in self.strings
@@ -106,4 +105,6 @@ class StopConditions:
         return min(found)[1] if found else None
 
     def _text(self, ids: Sequence[int]) -> str:
+        if not self.strings:
+            return ""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
