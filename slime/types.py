@@ -161,8 +161,8 @@ class Sample:
         if isinstance(values.get("prefix_cache_info"), Mapping):
             values["prefix_cache_info"] = PrefixCacheInfo(**values["prefix_cache_info"])
         values["weight_version_spans"] = [
-            VersionSpan(**span) if isinstance(span, Mapping) else span
-            for span in cast(Sequence[Any], values.get("weight_version_spans") or ())
+            span if isinstance(span, VersionSpan) else VersionSpan(**span)
+            for span in cast("Sequence[Any]", values.get("weight_version_spans") or ())
         ]
         sample = cls(**values)
         for key, value in data.items():

@@ -3,97 +3,68 @@
 Three ways, all with spans of weight versions in the replies. ``retract``: the engine forgets their keys and values and
 computes them again with the new weights. ``abort``: the engine ends them, the rollout asks for the rest
 (``slime.rollout.continuation``). ``in_place``: they go on with what the old weights computed; only for who asks for it.
+
+Tests hold: no mode that would give wrong results is chosen without being asked for.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Sequence
 
 from slime.config import Config
-from slime.engines import api
 from slime.engines.api import PauseMode
+from slime.engines.features import EngineFeatures, ask_features
 from slime.errors import EngineError
-from slime.http_control import in_parallel, request
+from slime.http_control import in_parallel
 from slime.weights.endpoint import EngineEndpoint
 
 FLAG = "--update-weight-pause-mode"
 
-_FLUSHES_PAST_WAITING = (0, 5, 21)
-"""SGLang version from which a paused engine empties its cache although retracted requests wait."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetractionFacts:
-    """What an engine does with requests that it takes back.
-
-    Args:
-        name: Of the engine, for messages.
-        flushes_past_waiting: Whether its cache can be emptied while they wait. Engines that cannot either keep the
-            prefixes of the old weights or die of the refused flush.
-        keeps_routes: Whether the experts of tokens that it computes again stay those of the first time, which training
-            with ``--use-rollout-routing-replay`` repeats.
-    """
-
-    name: str
-    flushes_past_waiting: bool
-    keeps_routes: bool
-
-
-def choose_pause_mode(asked: str, engine: RetractionFacts, *, routing_replay: bool) -> PauseMode:
-    """The mode for one engine.
-
-    Args:
-        asked: Value of ``--update-weight-pause-mode``.
-        engine: What a retraction would do there.
-        routing_replay: Whether training repeats the engine's routes.
-
-    Raises:
-        EngineError: A retraction was asked for, and the engine would not survive it with right results.
-    """
-    if asked == "retract" and not engine.flushes_past_waiting:
-        raise EngineError(
-            f"{FLAG} retract: {engine.name} cannot empty its cache while retracted requests wait, so it would go on "
-            "with keys and values of the old weights (SGLang can from 0.5.21 on); use auto or abort"
-        )
-    if asked == "retract" and routing_replay and not engine.keeps_routes:
-        raise EngineError(
-            f"{FLAG} retract: {engine.name} forgets the experts of tokens that it computes again, which "
-            "--use-rollout-routing-replay needs; use auto or abort"
-        )
-    if asked == "auto":
-        return "retract" if engine.flushes_past_waiting and (engine.keeps_routes or not routing_replay) else "abort"
-    modes: dict[str, PauseMode] = {"retract": "retract", "abort": "abort", "in_place": "in_place"}
-    return modes[asked]
-
 
 def pause_mode_for(config: Config, endpoints: Sequence[EngineEndpoint]) -> PauseMode:
-    """The mode for an update of all ``endpoints``, which are asked what they are.
+    """The mode of updates of ``endpoints``, which are asked what they are; the same for all.
 
     Raises:
         EngineError: An engine cannot be reached, or the mode that is asked for would give wrong results there.
         WaitTimeoutError: An engine did not answer in time.
     """
-    asked = config.weights.update_weight_pause_mode
     seconds = config.engine.http_control_timeout_seconds
-
-    def info(url: str) -> Any:
-        return request(url + api.SERVER_INFO, timeout_seconds=seconds, waiter="the trainer")
-
-    replies = in_parallel(info, [endpoint.url for endpoint in endpoints])
-    facts = [_facts(endpoint, reply) for endpoint, reply in zip(endpoints, replies, strict=True)]
+    features = in_parallel(
+        lambda url: ask_features(url, timeout_seconds=seconds, waiter="the trainer"), [e.url for e in endpoints]
+    )
+    asked = config.weights.update_weight_pause_mode
     replay = config.algorithm.use_rollout_routing_replay
-    modes = [choose_pause_mode(asked, engine, routing_replay=replay) for engine in facts]
-    return modes[0] if len(set(modes)) == 1 else "abort"  # what every engine can do
+    modes: set[PauseMode] = {
+        choose_pause_mode(asked, engine, name=endpoint.name, routing_replay=replay)
+        for endpoint, engine in zip(endpoints, features, strict=True)
+    }
+    return modes.pop() if len(modes) == 1 else "abort"  # what every engine can do
 
 
-def _facts(endpoint: EngineEndpoint, info: Any) -> RetractionFacts:
-    if endpoint.backend == "embedded":
-        return RetractionFacts(name=endpoint.name, flushes_past_waiting=True, keeps_routes=True)
-    version = str(cast("Mapping[str, Any]", info).get("version")) if isinstance(info, Mapping) else "unknown"
-    digits = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    is_new = digits is not None and tuple(int(d) for d in digits.groups()) >= _FLUSHES_PAST_WAITING
-    name = f"{endpoint.name} (SGLang {version})"
-    return RetractionFacts(name=name, flushes_past_waiting=is_new, keeps_routes=False)
+def choose_pause_mode(asked: str, engine: EngineFeatures, *, name: str, routing_replay: bool) -> PauseMode:
+    """The mode for one engine.
+
+    Args:
+        asked: Value of ``--update-weight-pause-mode``.
+        engine: What it can do.
+        name: What it is called in messages.
+        routing_replay: Whether training repeats the engine's routes.
+
+    Raises:
+        EngineError: A retraction was asked for, and would not give right results there.
+    """
+    keeps_what_training_needs = engine.keeps_routes or not routing_replay
+    if asked == "auto":
+        return "retract" if engine.flushes_past_waiting and keeps_what_training_needs else "abort"
+    if asked == "retract" and not engine.flushes_past_waiting:
+        raise EngineError(
+            f"{FLAG} retract: {name} ({engine.backend} {engine.version}) cannot empty its cache while retracted "
+            "requests wait, and would go on with keys and values of the old weights; use auto or abort"
+        )
+    if asked == "retract" and not keeps_what_training_needs:
+        raise EngineError(
+            f"{FLAG} retract: {name} ({engine.backend} {engine.version}) forgets the experts of tokens that it "
+            "computes again, which --use-rollout-routing-replay needs; use auto or abort"
+        )
+    modes: dict[str, PauseMode] = {"retract": "retract", "abort": "abort", "in_place": "in_place"}
+    return modes[asked]

@@ -256,7 +256,7 @@ def test_batch() -> None:
         ({"rollout_log_probs": [np.ones(1, np.float32)] * 2}, r"rollout_log_probs\[0\] has 1 entries"),
         (
             {"weight_version_spans": [(), (VersionSpan("1", 0, 2),)]},
-            r"weight_version_spans\[1\]: .*response of 1 tokens",
+            r"spans\[1\]: .*response of 1 tokens",
         ),
         ({"weight_version_spans": [()]}, "column weight_version_spans has 1"),
         ({"rollout_top_p_token_ids": [int32([2, 3]), int32([2])]}, "come together or not at all"),

@@ -90,8 +90,8 @@ def as_sample(completion: Completion) -> dict[str, Any]:
     return sample.to_dict()
 
 
-# "\u00e9" is two byte-level tokens: every cut of the text is also one inside it.
-TEXT = "na\u00efve caf\u00e9"
+# "\u00e9" is two byte-level tokens: some cuts lie within a character.
+TEXT = "na\u00efve \u00e9t\u00e9"
 
 
 @pytest.mark.parametrize("cuts", [[1], [3], [4], [11], [2, 3, 7], list(range(1, 12))])
