@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slime.algorithms.objective import Objective
 from slime.backends.megatron.batches import MicroBatch
+from slime.backends.megatron.fused_adam import fuse_updates
 from slime.backends.megatron.loss import NLL, LossContext, critic_loss, custom_loss, policy_loss, supervised_loss
 from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
@@ -90,6 +91,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._parts = list(optimizer.chained_optimizers)
+        if passes.parallel.device.type == "cuda":
+            fuse_updates(optimizer)
         prepare_schedule(passes.chunks, optimizer)
 
     def run(self, context: LossContext, micro_batches: Sequence[MicroBatch], denominators: Denominators) -> StepResult:
