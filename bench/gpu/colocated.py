@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.setting import SHAPES, Budget, make_model, say, table, write_report
+from slime.errors import SlimeError
 
 GIB = float(1 << 30)
 PROMPT = "Continue the list of numbers and words, one after the other, with commas: "
@@ -36,7 +37,9 @@ MOVES = ("perf/wake_up_time", "perf/hold_parameters_time", "perf/sleep_time")
 
 def main() -> None:
     """Command line; see the module."""
-    own, _, further = split(sys.argv[1:])
+    argv = sys.argv[1:]
+    end = argv.index("--") if "--" in argv else len(argv)
+    own, further = argv[:end], argv[end + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--backend", default="sglang", choices=("sglang", "embedded"))
@@ -51,20 +54,19 @@ def main() -> None:
     parser.add_argument("--megatron-path", help="folder that holds megatron, for the driver and the trainer alone")
     parser.add_argument("--budget-seconds", type=float, default=240.0, help="begin no step that may end later")
     parser.add_argument("--models", type=Path, help="where models are made and kept")
+    parser.add_argument("--run-dir", type=Path, help="where the run writes its metrics and logs")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     options = parser.parse_args(own)
     if options.megatron_path:
         sys.path.insert(0, options.megatron_path)
     with tempfile.TemporaryDirectory() as scratch:
-        argv = arguments(options, Path(scratch), further)
-        say("train.py " + shlex.join(argv))
-        Measurement(options, Budget(options.budget_seconds)).run(argv)
-
-
-def split(argv: list[str]) -> tuple[list[str], str, list[str]]:
-    """What stands before ``--`` and after it."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], "--", argv[at + 1 :]
+        command = arguments(options, Path(scratch), further)
+        say("train.py " + shlex.join(command))
+        try:
+            Measurement(options, Budget(options.budget_seconds)).run(command)
+        except SlimeError as error:
+            say(f"failed: {type(error).__name__}: {error}")
+            sys.exit(1)
 
 
 def arguments(options: argparse.Namespace, folder: Path, further: list[str]) -> list[str]:
@@ -80,7 +82,7 @@ def arguments(options: argparse.Namespace, folder: Path, further: list[str]) -> 
     argv += ["--n-samples-per-prompt", str(options.samples), "--global-batch-size"]
     argv += [str(options.prompts * options.samples), "--rollout-max-response-len", str(options.response_tokens)]
     argv += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(options.row_tokens), "--lr", "1e-6"]
-    argv += ["--use-distributed-optimizer", "--output-dir", str(options.out / "colocated_run")]
+    argv += ["--use-distributed-optimizer", "--output-dir", str(options.run_dir or folder / "run")]
     if options.megatron_path:
         # What the driver's environment has is what engines get; the trainer needs one folder more.
         path = os.pathsep.join([options.megatron_path, os.environ.get("PYTHONPATH", "")])

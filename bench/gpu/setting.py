@@ -28,8 +28,9 @@ QWEN3_600M: Mapping[str, Any] = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+    "matrix_std": 0.02,
 }
-TINY: Mapping[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": True}
+TINY: Mapping[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": True, "matrix_std": 0.1}
 SHAPES = {"qwen3-0.6b": QWEN3_600M, "tiny": TINY}
 PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "ray")
 
