@@ -13,8 +13,11 @@ from slime.weights.endpoint import EngineEndpoint
 from slime.weights.engine_names import EngineLayout, known_layout
 
 _DTYPES = {
-    **{"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16},
-    **{"float16": torch.float16, "half": torch.float16},
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
 }
 
 

@@ -228,6 +228,8 @@ def _held_as(rule: Rule) -> tuple[str, tuple[Cut, ...]]:
             raise AssertionError(f"no engine layout for {rule.op}")
 
 
+_CPU_UNIT = 32
+"""SGLang's CPU kernels take intermediate sizes that are a multiple of this on every process."""
 _PLAIN_EXPERT_RUNNERS = ("auto", "triton")
 """Kernels that read experts as they are in the checkpoint; "auto" takes others only for quantised models."""
 
@@ -251,19 +253,33 @@ def known_layout(info: Mapping[str, Any], model: Mapping[str, Any]) -> EngineLay
         "moe_dense_tp_size": info.get("moe_dense_tp_size") is not None,
     }
     reasons = [f"{name} is {info.get(name)}" for name, found in refused.items() if found]
+    tp_size = int(info.get("tp_size") or 1)
+    if tp_size > 1 and str(info.get("device")) == "cpu" and _is_padded_on_cpu(model, tp_size):
+        reasons.append(f"on a CPU it pads sizes that {tp_size} processes do not divide evenly")
     if model_type not in FAMILIES:
         reasons.append(f"no table of the family {model_type!r}")
     if reasons:
         return ", ".join(reasons)
     return EngineLayout(
         model_type=model_type,
-        tp_size=int(info.get("tp_size") or 1),
+        tp_size=tp_size,
         ep_size=int(info.get("ep_size") or 1),
         num_key_value_heads=int(model.get("num_key_value_heads") or model["num_attention_heads"]),
         num_experts=int(model.get("num_experts") or model.get("n_routed_experts") or 0),
         vocab_size=int(model["vocab_size"]),
         has_query_latent=model.get("q_lora_rank") is not None,
     )
+
+
+def _is_padded_on_cpu(model: Mapping[str, Any], tp_size: int) -> bool:
+    units = {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": _CPU_UNIT,
+        "moe_intermediate_size": _CPU_UNIT,
+        "shared_expert_intermediate_size": _CPU_UNIT,
+    }
+    return any(model.get(name) and int(model[name]) % (unit * tp_size) for name, unit in units.items())
 
 
 def _round_up(value: int, unit: int) -> int:

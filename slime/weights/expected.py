@@ -36,8 +36,8 @@ class Checksums:
     """
 
     ranks: list[dict[str, str]]
-    sizes: dict[str, int] = field(default_factory=lambda: {})
-    unknown: dict[str, str] = field(default_factory=lambda: {})
+    sizes: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
 
 
 class Expectation(Protocol):
@@ -83,7 +83,7 @@ class _Assembly:
 
     digest: Digest
     missing: int
-    early: dict[int, list[Tensor]] = field(default_factory=lambda: {})
+    early: dict[int, list[Tensor]] = field(default_factory=dict)
     next: int = 0
 
     def add(self, position: int, pieces: list[Tensor]) -> None:

@@ -26,6 +26,7 @@ from slime.weights.endpoint import EngineEndpoint
 from slime.weights.engine_answers import EngineKind, kind_of, not_comparable, ranks_of
 from slime.weights.engine_names import EngineTable
 from slime.weights.expected import Checksums, Expectation, FusedExpectation, PlainExpectation
+from slime.weights.reset_check import ResetCheck
 from slime.weights.rotation import Rotation
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class _Engine:
 
     endpoint: EngineEndpoint
     kind: EngineKind | str
-    held: dict[tuple[int, str], tuple[str, str]] = field(default_factory=lambda: {})
+    held: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)
     told: set[str] = field(default_factory=lambda: set())
 
     def tell(self, unknown: Mapping[str, str]) -> None:
@@ -92,14 +93,15 @@ class _Engine:
 class WeightVerifier:
     """Checks a fixed set of engines after every synchronisation.
 
-    Use it in this order: ``begin``; ``add`` or ``adding`` for every tensor; ``check``. The engines must be paused
-    from before the first tensor until ``check`` has returned, or they answer with weights that are not proven.
+    Use it in this order: ``begin``; ``reset``; ``add`` or ``adding`` for every tensor; ``check``. The engines must be
+    paused from ``reset`` until ``check`` has returned, or they answer with weights that are not proven.
 
     Args:
         endpoints: The engines.
         model: ``config.json`` of the model.
         timeout_seconds: For each HTTP call.
         share: Of the time of a synchronisation that checks may take; None checks everything every time.
+        check_equal: Whether the first update must bring what the engines loaded from disk; see ``ResetCheck``.
 
     Raises:
         EngineError: An engine cannot be reached.
@@ -113,11 +115,13 @@ class WeightVerifier:
         model: Mapping[str, Any],
         timeout_seconds: float,
         share: float | None = CHECK_SHARE,
+        check_equal: bool = False,
     ) -> None:
         self._timeout = timeout_seconds
         infos = self._ask([endpoint.url for endpoint in endpoints], api.SERVER_INFO, None)
-        self._engines = [_Engine(endpoint, kind_of(endpoint, infos[endpoint.url], model)) for endpoint in endpoints]
+        self._engines = [_Engine(endpoint, _kind(endpoint, infos[endpoint.url], model)) for endpoint in endpoints]
         self._rotation = Rotation(share=share)
+        self._reset_check = ResetCheck(endpoints, timeout_seconds=timeout_seconds) if check_equal else None
         self._expected: dict[EngineKind, Expectation] = {}
         self._version = api.INITIAL_WEIGHT_VERSION
         self._added = 0
@@ -130,6 +134,15 @@ class WeightVerifier:
         self._expected = {} if self._rotation.is_idle else {kind: self._expectation(kind) for kind in kinds}
         self._added = 0
         self._hash_seconds = 0.0
+
+    def reset(self) -> None:
+        """Overwrite what the engines hold, where the first update is to be checked that way; before any is sent.
+
+        Raises:
+            WeightSyncError: An engine refused.
+        """
+        if self._reset_check is not None:
+            self._reset_check.reset()
 
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Take tensors that are sent, whole and under their Hugging Face names."""
@@ -169,6 +182,9 @@ class WeightVerifier:
             self._compare_all(sums, version, result)
         elif self._rotation.is_idle:
             result.deferred += self._added * sum(isinstance(engine.kind, EngineKind) for engine in self._engines)
+        if self._reset_check is not None:
+            self._reset_check.compare()
+            self._reset_check = None
         result.seconds = time.monotonic() - started + self._hash_seconds
         self._rotation.learn(
             {name: size for found in sums.values() for name, size in found.sizes.items()},
@@ -253,3 +269,9 @@ class WeightVerifier:
                 return error
 
         return dict(zip(urls, in_parallel(call, urls), strict=True))
+
+
+def _kind(endpoint: EngineEndpoint, info: Any, model: Mapping[str, Any]) -> EngineKind | str:
+    if not isinstance(info, dict):
+        return f"it answered {api.SERVER_INFO} with {info!r:.200}"
+    return kind_of(endpoint, cast("dict[str, Any]", info), model)
