@@ -72,8 +72,9 @@ class CudaDigest(Digest):
             data = torch.cat([self._rest.to(data.device), data])
         whole = data.numel() // _WORD_BYTES * _WORD_BYTES
         self._rest = data[whole:].clone() if whole < data.numel() else None
-        for chunk in data[:whole].view(torch.int32).split(_CHUNK_TILES * _TILE_WORDS):
-            self._add(chunk)
+        words = data[:whole].view(torch.int32)
+        for start in range(0, words.numel(), _CHUNK_TILES * _TILE_WORDS):
+            self._add(words[start : start + _CHUNK_TILES * _TILE_WORDS])
 
     @override
     def hexdigest(self) -> str:

@@ -87,7 +87,6 @@ def not_comparable(expected: Mapping[str, str], held: Mapping[str, str]) -> dict
 
 def _tp_rank(rank: Mapping[str, Any]) -> int:
     """The rank that one process states: an object, or one for each of its models; the embedded engine states none."""
-    stated = rank.get("parallelism_info")
-    if isinstance(stated, list):
-        stated = stated[0]
-    return int(stated["tp_rank"]) if stated else 0
+    stated: Any = rank.get("parallelism_info")
+    models = cast("list[Any]", stated if isinstance(stated, list) else [stated])
+    return int(models[0]["tp_rank"]) if models[0] else 0

@@ -36,8 +36,8 @@ class Checksums:
     """
 
     ranks: list[dict[str, str]]
-    sizes: dict[str, int] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    unknown: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Expectation(Protocol):
@@ -83,7 +83,7 @@ class _Assembly:
 
     digest: Digest
     missing: int
-    early: dict[int, list[Tensor]] = field(default_factory=dict)
+    early: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     next: int = 0
 
     def add(self, position: int, pieces: list[Tensor]) -> None:

@@ -76,7 +76,7 @@ class _Engine:
 
     endpoint: EngineEndpoint
     kind: EngineKind | str
-    held: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)
+    held: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict[tuple[int, str], tuple[str, str]])
     told: set[str] = field(default_factory=lambda: set())
 
     def tell(self, unknown: Mapping[str, str]) -> None:

@@ -19,8 +19,12 @@ from slime.weights.endpoint import EngineEndpoint
 from slime.weights.verify import Verification, WeightVerifier
 
 MODEL = {
-    "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-    "intermediate_size": 64, "dtype": "float32",
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "intermediate_size": 64,
+    "dtype": "float32",
 }
 LAYERS = 4
 
