@@ -25,10 +25,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.setting import SHAPES, Budget, make_model, say, table, write_report
+from bench.gpu.setting import SHAPES, Budget, announce, await_file, make_model, say, table, write_report
 from slime.errors import SlimeError
 
 GIB = float(1 << 30)
+WAIT_SECONDS = 60.0
 PROMPT = "Continue the list of numbers and words, one after the other, with commas: "
 MOMENTS = ("engines_released", "trainer_awake", "weights_meet", "trainer_asleep", "engines_awake")
 
@@ -54,6 +55,8 @@ def main() -> None:
     parser.add_argument("--megatron-path", help="folder that holds megatron, for the driver and the trainer alone")
     parser.add_argument("--budget-seconds", type=float, default=240.0, help="begin no step that may end later")
     parser.add_argument("--models", type=Path, help="where models are made and kept")
+    parser.add_argument("--announce", type=Path, help="file to write when everything is up, or has failed")
+    parser.add_argument("--wait-for", type=Path, help="file of another measurement to wait for before the first step")
     parser.add_argument("--run-dir", type=Path, help="where the run writes its metrics and logs")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     options = parser.parse_args(own)
@@ -67,6 +70,8 @@ def main() -> None:
         except SlimeError as error:
             say(f"failed: {type(error).__name__}: {error}")
             sys.exit(1)
+        finally:
+            announce(options.announce)
 
 
 def arguments(options: argparse.Namespace, folder: Path, further: list[str]) -> list[str]:
@@ -110,6 +115,8 @@ class Measurement:
         config = parse_args(argv)
         with launch(config) as run:
             say(f"up after {time.monotonic() - started:.1f} s")
+            announce(self._options.announce)
+            await_file(self._options.wait_for, WAIT_SECONDS)
             first = timed(run.sync_weights)
             say(f"first weight sync {first:.2f} s")
             for step in run.steps():

@@ -28,7 +28,7 @@ from megatron.training.training import (
     wrap_model_chunks_with_ddp,
 )
 
-from slime.backends.megatron import optimizer_fixes, rotary
+from slime.backends.megatron import optimizer_fixes, rotary, update_kernels
 from slime.backends.megatron.args import namespace
 from slime.backends.megatron.attention import PackedRow
 from slime.backends.megatron.layers import block_spec, mark_experts, routers
@@ -309,6 +309,8 @@ def build_optimizer(
     """
     args = namespace(config)
     optimizer_fixes.apply()
+    if config.cluster.device == "cuda":
+        update_kernels.fuse_clipping()
     optimizer_config, overrides = get_megatron_optimizer_config(args)
     optimizer = get_megatron_optimizer(
         optimizer_config,

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from slime.algorithms.objective import Objective
 from slime.backends.megatron.batches import MicroBatch
-from slime.backends.megatron.fused_adam import fuse_updates
 from slime.backends.megatron.loss import NLL, LossContext, critic_loss, custom_loss, policy_loss, supervised_loss
 from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
 from slime.backends.megatron.skip_guard import Skip, gradient_skip, loss_skip
+from slime.backends.megatron.update_kernels import fuse_updates
 
 MAX_NLL = 700.0
 """Above, the perplexity is no float any more."""

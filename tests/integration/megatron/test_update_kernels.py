@@ -1,4 +1,4 @@
-"""The fused update of Adam, on a CPU: the default's but for rounding, and the same after a resume."""
+"""The optimizer's kernels, on a CPU: the default's results but for rounding, and the same after a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.training import make_config
 from tests.support.workers import running_worker, weights_of
 
-from slime.backends.megatron.fused_adam import fuse_updates  # isort: skip  (after the CPU substitutions)
+from megatron.core.optimizer import clip_grads  # isort: skip  (after the CPU substitutions)
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale  # isort: skip
+from slime.backends.megatron.update_kernels import fuse_clipping, fuse_updates, norm_of_all, scale_all  # isort: skip
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,3 +77,22 @@ def test_a_resume_is_fused_whatever_wrote_the_checkpoint(model_dir: Path, tmp_pa
             assert torch.equal(rest[name], tensor)
         else:
             torch.testing.assert_close(rest[name], tensor, rtol=0, atol=2e-5)
+
+
+def test_norm_and_scale_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (7,), (1, 1, 5))]
+    nothing = torch.zeros(1)
+    (want, _), (found, _) = (f(1, nothing, [tensors], False) for f in (local_multi_tensor_l2_norm, norm_of_all))
+    assert found.shape == (1,)
+    torch.testing.assert_close(found, want)
+    assert found.item() == pytest.approx(torch.cat([t.flatten() for t in tensors]).norm().item())
+    for same in (True, False):
+        mine, theirs = ([t.clone() for t in tensors] for _ in range(2))
+        for function, values in ((local_multi_tensor_scale, theirs), (scale_all, mine)):
+            function(1, nothing, [values if same else tensors, values], 0.3)
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
+    fuse_clipping()
+    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == (norm_of_all, scale_all)
