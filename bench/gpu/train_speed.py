@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also list the most expensive kernels of a step")
     parser.add_argument("--budget-seconds", type=float, default=240.0, help="begin nothing that may end later")
     parser.add_argument("--turns", action="store_true", help="also time the moves to host memory and back")
+    parser.add_argument("--start-after", type=Path, help="file to wait for before anything is put on the device")
     parser.add_argument("--wait-for", type=Path, help="file of another measurement to wait for, once warm")
     parser.add_argument("--announce", type=Path, help="file to write at the end")
     parser.add_argument("--models", type=Path, help="where models are made and kept")
@@ -57,7 +58,9 @@ def main() -> None:
     budget = Budget(options.budget_seconds)
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            run(make_model(options.models or Path(scratch), options.shape), options, budget)
+            model = make_model(options.models or Path(scratch), options.shape)
+            await_file(options.start_after, WAIT_SECONDS)
+            run(model, options, budget)
         finally:
             announce(options.announce)
 
