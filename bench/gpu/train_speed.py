@@ -143,7 +143,7 @@ def timed(worker: Any, variant: str, rows: int, options: argparse.Namespace, bud
             await_file(options.wait_for, WAIT_SECONDS)
         if not budget.allows(took * 2):
             break
-    if options.profile and budget.allows(20.0):
+    if options.profile and rows == options.rows[0] and budget.allows(20.0):
         profile(worker, make_batch(rows, options, vocab, 99))
     best = statistics.median(seconds or [took])
     flops = rows * flops_of_row(worker, options)
