@@ -19,6 +19,7 @@ ENGINE_PORTS = range(15000, 19000)
 ROUTER_PORTS = range(3000, 4000)
 PROMETHEUS_PORTS = range(4000, 5000)
 _ATTEMPTS = 2000
+_END = 65536
 
 # SGLang derives the ports of data-parallel attention from the one of dist_init_addr: six, and one per replica.
 _DERIVED_PORTS = 8
@@ -96,10 +97,10 @@ def free_port_runs(start: int, widths: Sequence[int]) -> list[int]:
     found: list[int] = []
     candidate = start
     for width in widths:
-        while not all(_is_free(port) for port in range(candidate, candidate + width)):
+        while candidate + width > _END or not all(_is_free(port) for port in range(candidate, candidate + width)):
             candidate += 1
-            if candidate > start + _ATTEMPTS or candidate + width > 65535:
-                raise EngineError(f"no {width} free TCP ports in a row from {start} to {candidate}")
+            if candidate > min(start + _ATTEMPTS, _END - width):
+                raise EngineError(f"no {width} free TCP ports in a row from {start} to {candidate + width - 1}")
         found.append(candidate)
         candidate += width
     return found
