@@ -13,12 +13,11 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from http import HTTPStatus
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
-from slime import http_control
 from slime.config import ArgsView, Config
 from slime.config.devices import count_cuda_devices
 from slime.config.draft import Surroundings
@@ -30,8 +29,10 @@ from slime.config.parse import parse
 from slime.config.plan import plan_text
 from slime.config.reference import help_text
 from slime.config.router_flags import ROUTER_OWNED, ROUTER_POLICIES
+from slime.config.sglang_names import SGLANG_OLDER
 from slime.data.preflight import preflight as data_preflight
-from slime.errors import ConfigError, EngineError
+from slime.engines.features import ask_server_info
+from slime.errors import ConfigError
 from slime.plugin_checks import check_plugins
 
 USAGE_ERROR = 2
@@ -128,29 +129,11 @@ def read_surroundings() -> Surroundings:
     return Surroundings(
         num_cuda_devices=0 if _torch_is_cpu_only() else count_cuda_devices(os.environ),
         sglang_installed=importlib.util.find_spec("sglang") is not None,
-        query_engine=query_engine,
+        query_engine=partial(ask_server_info, timeout_seconds=_QUERY_SECONDS, waiter="slime"),
         tensorboard_installed=importlib.util.find_spec("tensorboard") is not None,
         joins_cluster="RAY_ADDRESS" in os.environ,
         start_time=time.strftime("%Y%m%d_%H%M%S"),
     )
-
-
-def query_engine(url: str) -> Mapping[str, Any]:
-    """What an engine that already runs says of itself; the newer of two names of that route is tried first.
-
-    Raises:
-        EngineError: It cannot be reached, or answers something else.
-        WaitTimeoutError: It does not answer.
-    """
-    try:
-        info = http_control.request(f"{url}/server_info", timeout_seconds=_QUERY_SECONDS, waiter="slime")
-    except http_control.HttpStatusError as error:
-        if error.status != HTTPStatus.NOT_FOUND:
-            raise
-        info = http_control.request(f"{url}/get_server_info", timeout_seconds=_QUERY_SECONDS, waiter="slime")
-    if not isinstance(info, dict):
-        raise EngineError(f"it is no engine: /server_info answered {info!r:.100}")
-    return cast("dict[str, Any]", info)
 
 
 def _torch_is_cpu_only() -> bool:
@@ -172,7 +155,7 @@ def _engine_family(argv: Sequence[str]) -> PrefixFamily:
     except Exception as error:  # noqa: BLE001 - boundary: a foreign package that may not work on this machine
         print(f"slime: SGLang's own parser is not usable ({error}); its recorded flags are used", file=sys.stderr)
         return RECORDED_SGLANG
-    return ArgparseFamily(prefix=RECORDED_SGLANG.prefix, parser=parser, owned=SGLANG_OWNED)
+    return ArgparseFamily(prefix=RECORDED_SGLANG.prefix, parser=parser, owned=SGLANG_OWNED, older=SGLANG_OLDER)
 
 
 def _router_family() -> PrefixFamily:

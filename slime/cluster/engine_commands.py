@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.cluster.sglang_command import cpu_environment, cpu_presets, sglang_flags
 from slime.config import Config
 from slime.config.embedded_flags import embedded_values
 from slime.config.engine_plan import PlannedEngine
@@ -61,21 +62,42 @@ def engine_command(config: Config, planned: PlannedEngine, setting: EngineProces
     given = {**config.sglang, **planned.overrides}
     if backend == "sglang":
         values |= _sglang_values(config, planned, setting, given)
+        if config.cluster.device == "cpu":
+            values |= cpu_presets(config, given)
     values |= embedded_values(given) if backend == "embedded" else given
     if values.get("log_level"):
         values["log_level"] = str(values["log_level"]).lower()  # written in capitals in many launch scripts
-    return [sys.executable, "-m", _MODULES[backend], *flags_of(values)]
+    flags = sglang_flags(values) if backend == "sglang" else flags_of(values)
+    return [sys.executable, "-m", _MODULES[backend], *flags]
+
+
+def engine_environment(
+    config: Config, planned: PlannedEngine, *, num_processes: int, cores: Sequence[int]
+) -> dict[str, str]:
+    """What the environment of one engine's process has besides ours.
+
+    Args:
+        config: Resolved configuration.
+        planned: The engine.
+        num_processes: Processes of all engines, which share the cores.
+        cores: Cores that may be used.
+    """
+    if config.engine.rollout_backend != "sglang" or config.cluster.device != "cpu":
+        return {}
+    first = planned.slots[0] - config.layout.rollout[0]
+    return cpu_environment(first=first, ranks=planned.num_gpus, num_processes=num_processes, cores=cores)
 
 
 def _sglang_values(
     config: Config, planned: PlannedEngine, setting: EngineProcessSetting, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What SGLang is told that follows from the run and from the kind of the engine."""
+    saves_memory = planned.offloaded and config.cluster.device == "cuda"
     values: dict[str, Any] = {
         "trust_remote_code": True,
-        "enable_memory_saver": planned.offloaded,
+        "enable_memory_saver": saves_memory,
         # Weights that nobody sends again must survive a release of their memory.
-        "enable_weights_cpu_backup": planned.offloaded and not planned.updatable,
+        "enable_weights_cpu_backup": saves_memory and not planned.updatable,
         "tp_size": planned.num_gpus // int(given.get("pp_size", 1)),
         "base_gpu_id": setting.base_gpu_id if config.cluster.device == "cuda" else 0,
         "gpu_id_step": 1,

@@ -7,7 +7,7 @@ different ports; one whose port was taken in between starts again with others; o
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ class EngineServer:
         ports: Shared by all engines of the run.
         log_dir: Where ``engine_{i}.log`` is written, and ``engine_{i}_node_{r}.log`` for further nodes.
         local: Whether the cluster is this machine alone.
-        threads: Intra-op threads of one process.
+        environment: Added to the environment of its processes.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class EngineServer:
         log_dir: Path,
         *,
         local: bool,
-        threads: int,
+        environment: Mapping[str, str],
     ) -> None:
         self.planned = planned
         self._config = config
         self._placement = placement
         self._port_book = ports
-        self._environment = {"OMP_NUM_THREADS": str(threads)}
+        self._environment = dict(environment)
         self._encoder_urls: tuple[str, ...] = ()
         self._url = ""
         self._bootstrap_port: int | None = None
         # Engines place themselves by GPU id: show them every GPU of the node.
-        environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+        of_host = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
         self.processes = [
             HostedServer(
                 planned.name if process.node_rank == 0 else f"{planned.name} node {process.node_rank}",
-                placement.options(process.slots[0], ENGINE_SHARE) | {"runtime_env": environment},
+                placement.options(process.slots[0], ENGINE_SHARE) | {"runtime_env": of_host},
                 log_dir,
                 local=local,
                 timeout_seconds=config.cluster.cluster_start_timeout_seconds,

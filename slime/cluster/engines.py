@@ -18,6 +18,7 @@ import ray
 
 from slime import http_control
 from slime.cluster import waits
+from slime.cluster.engine_commands import engine_environment
 from slime.cluster.engine_server import EngineServer
 from slime.cluster.external_engines import external_endpoints, external_registrations
 from slime.cluster.hosted_server import HostedServer, PortTakenError, failures
@@ -27,7 +28,7 @@ from slime.cluster.registration import Registration, deregister, register
 from slime.cluster.router_server import RouterServer
 from slime.cluster.trainer import threads_per_process
 from slime.config import Config
-from slime.config.engine_plan import EnginePlan, plan_engines
+from slime.config.engine_plan import EnginePlan, PlannedEngine, plan_engines
 from slime.errors import SlimeError
 from slime.weights.endpoint import EngineEndpoint
 
@@ -55,10 +56,9 @@ class EngineGroup:
         self.plan: EnginePlan = plan_engines(config)
         check_engine_slots(self.plan, placement.slots)
         local = len([n for n in ray.nodes() if n["Alive"]]) == 1
-        threads = _threads(sum(engine.num_gpus for engine in self.plan.engines))
         book = ports or PortBook()
         self.servers = [
-            EngineServer(config, planned, placement, book, log_dir, local=local, threads=threads)
+            EngineServer(config, planned, placement, book, log_dir, local=local, environment=self._environment(planned))
             for planned in self.plan.engines
         ]
         self.routers = {
@@ -183,6 +183,14 @@ class EngineGroup:
         ]
         return own + (external_registrations(self._config) if model == self.plan.default_router.model else [])
 
+    def _environment(self, planned: PlannedEngine) -> dict[str, str]:
+        """Environment of an engine's processes: their share of the cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        count = sum(engine.num_gpus for engine in self.plan.engines)
+        threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(cores), count))
+        own = engine_environment(self._config, planned, num_processes=count, cores=cores)
+        return {"OMP_NUM_THREADS": str(threads)} | own
+
     @property
     def _control_seconds(self) -> float:
         return self._config.engine.http_control_timeout_seconds
@@ -211,8 +219,3 @@ def _lost_its_port(ref: Any) -> bool:
     except SlimeError as error:  # another failure comes up again where all of them are waited for
         return isinstance(error, PortTakenError)
     return False
-
-
-def _threads(num_processes: int) -> int:
-    """Intra-op threads of one engine process."""
-    return int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(os.sched_getaffinity(0)), num_processes))

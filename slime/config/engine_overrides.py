@@ -11,21 +11,23 @@ from slime.config.deployment import ModelDeployment, ServerGroup
 from slime.config.draft import Draft
 from slime.config.embedded_flags import check_embedded_flags
 from slime.config.families import PrefixFamily, plain_json
+from slime.config.sglang_checks import split_problems
 from slime.config.tokens import unknown_flag
 from slime.errors import ConfigError
 
 
-def check_overrides(draft: Draft, family: PrefixFamily) -> None:
+def check_overrides(draft: Draft, family: PrefixFamily, values: Mapping[str, Any]) -> None:
     """Let the engine's own family read every override; the deployment then holds canonical names and typed values.
 
     Args:
         draft: With the deployment, which is replaced; gets the problems.
         family: The engine's flags.
+        values: The engine's values for all groups, by attribute name.
     """
-    draft.deployment = tuple(_of_model(draft, family, model) for model in draft.deployment)
+    draft.deployment = tuple(_of_model(draft, family, values, model) for model in draft.deployment)
 
 
-def _of_model(draft: Draft, family: PrefixFamily, model: ModelDeployment) -> ModelDeployment:
+def _of_model(draft: Draft, family: PrefixFamily, values: Mapping[str, Any], model: ModelDeployment) -> ModelDeployment:
     groups: list[ServerGroup] = []
     for group in model.server_groups:
         problems: list[str] = []
@@ -34,7 +36,10 @@ def _of_model(draft: Draft, family: PrefixFamily, model: ModelDeployment) -> Mod
         check_embedded_flags(draft, overrides)
         problems += draft.problems[before:]
         del draft.problems[before:]
-        where = f"--sglang-config, model {model.name}, {group.worker_type} group, overrides"
+        if draft.engine.rollout_backend == "sglang" and group.worker_type != "placeholder":
+            per_engine = group.per_engine(draft.cluster.rollout_num_gpus_per_engine)
+            problems += split_problems(per_engine, {**values, **overrides})
+        where = f"model {model.name}, {group.worker_type} group"
         draft.problems += [f"{where}: {problem}" for problem in problems]
         groups.append(replace(group, overrides=overrides))
     return replace(model, server_groups=tuple(groups))
