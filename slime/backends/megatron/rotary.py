@@ -12,6 +12,8 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
+from slime.backends.megatron.compiled import ForAnyLength
+
 _NAME = "_apply_rotary_pos_emb_bshd"
 
 
@@ -25,7 +27,7 @@ class Rotary:
 
     def __init__(self, whole: Callable[..., Tensor], *, compiled: bool) -> None:
         self._whole = whole
-        self._rotate = torch.compile(_rotate, dynamic=True, fullgraph=True) if compiled else _rotate
+        self._rotate = ForAnyLength(_rotate) if compiled else _rotate
 
     def __call__(
         self,

@@ -7,12 +7,10 @@ same results. Compiled at first use, in a few seconds each. Tests hold: equal to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from slime.backends.megatron.compiled import ForAnyLength
 from slime.backends.megatron.vocab_chunks import LOWEST, RowStatistics
 
 KERNEL_ELEMENTS = 1 << 30
@@ -27,10 +25,10 @@ class VocabKernels:
     """
 
     def __init__(self, *, compiled: bool) -> None:
-        self._sums = _compiled(_sums) if compiled else _sums
-        self._weighted_sums = _compiled(_weighted_sums) if compiled else _weighted_sums
-        self._gradient = _compiled(_gradient_in_place) if compiled else _gradient_in_place
-        self._entropy_gradient = _compiled(_entropy_gradient_in_place) if compiled else _entropy_gradient_in_place
+        self._sums = ForAnyLength(_sums) if compiled else _sums
+        self._weighted_sums = ForAnyLength(_weighted_sums) if compiled else _weighted_sums
+        self._gradient = ForAnyLength(_gradient_in_place) if compiled else _gradient_in_place
+        self._entropy_gradient = ForAnyLength(_entropy_gradient_in_place) if compiled else _entropy_gradient_in_place
 
     def row_statistics(self, logits: Tensor, peak: Tensor, *, scale: float, with_weighted: bool) -> RowStatistics:
         """As ``vocab_chunks.row_statistics``."""
@@ -92,10 +90,6 @@ def chosen_gradient(
         value, gradient = (part.index_select(0, rows) for part in entropy)
         slope = slope + gradient * (log_prob.clamp(min=LOWEST) + value)
     return together - log_prob.exp() * slope
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _spans(logits: Tensor) -> list[slice]:
