@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_TRIES = 60
 _FLUSH_TRY_SECONDS = 1.0
-_WAY_OUT_SECONDS = 5.0
+_WAY_OUT_SECONDS = (0.5, 5.0)
 _NOT_FOUND = 404
 _REFUSED = 400
 
@@ -80,9 +80,7 @@ class UpdateBracket:
         has_session: Whether the weights come through requests that SGLang wants between begin and end.
     """
 
-    def __init__(
-        self, calls: EngineCalls, *, pause_mode: api.PauseMode = "retract", has_session: bool = True
-    ) -> None:
+    def __init__(self, calls: EngineCalls, *, pause_mode: api.PauseMode = "retract", has_session: bool = True) -> None:
         self._calls = calls
         self._pause_mode: api.PauseMode = pause_mode
         self._has_session = has_session
@@ -90,7 +88,7 @@ class UpdateBracket:
         self.times: BracketTimes | None = None
 
     @contextlib.contextmanager
-    def opened(self, version: str, check: Check | None = None) -> Iterator[None]:
+    def opened(self, version: str, check: Check | None = None) -> Generator[None]:
         """The engines paused, flushed and open for weights while the body runs.
 
         Args:
@@ -119,7 +117,7 @@ class UpdateBracket:
                 check(version, send_seconds=time.monotonic() - started)
             self._calls.to_all(api.CONTINUE_GENERATION, {})
         except BaseException:
-            seconds = min(_WAY_OUT_SECONDS, self._calls.deadline.grace_seconds)
+            seconds = min(max(self._calls.deadline.grace_seconds, _WAY_OUT_SECONDS[0]), _WAY_OUT_SECONDS[1])
             release(self._calls.endpoints, has_session=self._has_session, timeout_seconds=seconds)
             raise
         self.times = BracketTimes(prepare=opened - started, send=sent - opened, finish=time.monotonic() - sent)

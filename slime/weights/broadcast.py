@@ -132,9 +132,7 @@ class BroadcastChannel:
             "group_name": GROUP_NAME,
             "backend": backend,
         }
-        offsets = {
-            endpoint.url: 1 + sum(num_ranks[:index]) for index, endpoint in enumerate(self._calls.endpoints)
-        }
+        offsets = {endpoint.url: 1 + sum(num_ranks[:index]) for index, endpoint in enumerate(self._calls.endpoints)}
 
         def ask(endpoint: EngineEndpoint) -> None:
             message = body | {"rank_offset": offsets[endpoint.url]}

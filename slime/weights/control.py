@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from slime.errors import EngineError, WaitTimeoutError
@@ -44,6 +45,19 @@ class Deadline:
         return max(self._end - time.monotonic(), self.grace_seconds)
 
 
+@contextmanager
+def naming(endpoint: EngineEndpoint) -> Generator[None]:
+    """Put the name of the engine in front of what a request to it raises."""
+    try:
+        yield
+    except HttpStatusError as error:
+        raise HttpStatusError(f"{endpoint.name}: {error}", error.status) from None
+    except WaitTimeoutError as error:
+        raise WaitTimeoutError(f"{endpoint.name}: {error}") from None
+    except EngineError as error:
+        raise EngineError(f"{endpoint.name}: {error}") from None
+
+
 class EngineCalls:
     """Requests to a fixed set of engines.
 
@@ -81,14 +95,8 @@ class EngineCalls:
             WaitTimeoutError: No answer in time.
         """
         seconds = self.deadline.seconds_left if timeout_seconds is None else timeout_seconds
-        try:
+        with naming(endpoint):
             return request(endpoint.url + path, body, timeout_seconds=seconds, waiter="the trainer")
-        except HttpStatusError as error:
-            raise HttpStatusError(f"{endpoint.name}: {error}", error.status) from None
-        except WaitTimeoutError as error:
-            raise WaitTimeoutError(f"{endpoint.name}: {error}") from None
-        except EngineError as error:
-            raise EngineError(f"{endpoint.name}: {error}") from None
 
     def each(self, function: Callable[[EngineEndpoint], T]) -> list[T]:
         """``function`` of every engine at the same time, results in order; the first error is raised."""

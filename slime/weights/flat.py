@@ -11,7 +11,7 @@ import base64
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,8 +108,8 @@ def _abandon(flat: Tensor) -> Path:
 
 
 @contextlib.contextmanager
-def sharing_by_name() -> Iterator[None]:
-    """Share CPU memory by file name: the default passes file descriptors, which only relatives of a process can take."""
+def sharing_by_name() -> Generator[None]:
+    """Share CPU memory by file name: the default, file descriptors, only reaches relatives of a process."""
     strategy = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -126,7 +126,7 @@ class _Pickler(ForkingPickler):
         if not isinstance(obj, Tensor) or not obj.is_cuda:
             return NotImplemented
         rebuild, arguments = cast("tuple[Callable[..., Any], tuple[Any, ...]]", _reductions.reduce_tensor(obj))
-        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+        uuid = str(cast(Any, torch.cuda).get_device_properties(obj.device).uuid)
         return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 

@@ -12,20 +12,21 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
 
 from slime.engines import api
+from slime.engines.features import ask_features
 from slime.errors import SlimeError, WeightSyncError
 from slime.weights.bracket import UpdateBracket
 from slime.weights.broadcast import BroadcastChannel
-from slime.weights.control import Deadline, EngineCalls
+from slime.weights.control import Deadline, EngineCalls, naming
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.flat import pieces_of
 from slime.weights.precision import held_dtype
-from slime.weights.report import Bucket, SyncReport
+from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.team import RankTeam
 from slime.weights.transport import TensorChannel
 
@@ -126,7 +127,7 @@ class StreamedUpdater:
         world_size: Number of training processes.
     """
 
-    receivers: Literal["first", "all"]
+    receivers: Receivers
 
     def __init__(self, settings: StreamSettings, *, rank: int, world_size: int) -> None:
         self._settings = settings
@@ -203,7 +204,7 @@ class StreamedUpdater:
         for bucket in buckets:
             for piece in pieces_of(bucket, size):
                 yield piece if self._dtype is None else [(n, t.to(held_dtype(n, self._dtype))) for n, t in piece]
-            del bucket  # noqa: PLW  # while the next one is gathered it would be held
+            del bucket  # it would be held while the next one is gathered
 
     def _start(self, piece: Bucket, version: str) -> None:
         adding = self._verifier.adding(piece) if self._verifier is not None else contextlib.nullcontext()
@@ -297,16 +298,15 @@ class StreamedUpdater:
 
 
 def _facts(calls: EngineCalls, endpoint: EngineEndpoint) -> _Facts:
-    info = calls.call(endpoint, api.SERVER_INFO, None)
-    if not isinstance(info, dict):
-        raise WeightSyncError(f"{endpoint.name} at {endpoint.url} answered {api.SERVER_INFO} with {info!r:.200}")
-    values = cast("dict[str, Any]", info)
-    if int(values.get("pp_size", 1)) > 1:
+    seconds = calls.deadline.seconds_left
+    with naming(endpoint):
+        features = ask_features(endpoint.url, timeout_seconds=seconds, waiter="the trainer")
+    if features.pp_size > 1:
         raise WeightSyncError(
-            f"{endpoint.name} is split into {values['pp_size']} pipeline stages, which only take weights from disk; "
+            f"{endpoint.name} is split into {features.pp_size} pipeline stages, which only take weights from disk; "
             "use --update-weight-transport disk, or tensor parallelism alone"
         )
-    return _Facts(_DTYPES.get(str(values.get("dtype"))), int(values.get("tp_size", 1)))
+    return _Facts(_DTYPES.get(features.dtype or ""), features.tp_size)
 
 
 def _is_of_this_host(endpoint: EngineEndpoint) -> bool:

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 from slime.config import Config
 from slime.errors import ConfigError
 from slime.weights.endpoint import EngineEndpoint
-from slime.weights.report import Bucket, SyncReport
+from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.streamed import StreamedUpdater, StreamSettings
 from slime.weights.verify import WeightVerifier
-
-Receivers = Literal["first", "all"]
-"""Who gets whole tensors: the first rank alone, or every rank."""
 
 
 class WeightUpdater(Protocol):
