@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,12 +88,15 @@ class UpdateBracket:
         self.times: BracketTimes | None = None
 
     @contextlib.contextmanager
-    def opened(self, version: str, check: Check | None = None) -> Generator[None]:
+    def opened(
+        self, version: str, check: Check | None = None, when_quiet: Callable[[], None] | None = None
+    ) -> Generator[None]:
         """The engines paused, flushed and open for weights while the body runs.
 
         Args:
             version: Of the new weights.
             check: Called after the body, while the engines are still paused.
+            when_quiet: Called when they are paused and flushed, before they are open for weights.
 
         Raises:
             WeightSyncError: An engine cannot be made ready, or holds something else afterwards.
@@ -107,6 +110,8 @@ class UpdateBracket:
             self._calls.to_all(api.PAUSE_GENERATION, {"mode": self._pause_mode})
             if self._pause_mode != "in_place":
                 self._calls.each(self._flush)
+            if when_quiet is not None:
+                when_quiet()
             if self._has_session:
                 self._calls.each(self._begin)
             opened = time.monotonic()

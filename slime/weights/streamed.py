@@ -80,6 +80,10 @@ class Verifier(Protocol):
         """Forget the tensors of an earlier update."""
         ...
 
+    def reset(self) -> None:
+        """Clear quiet engines, where that is part of the proof."""
+        ...
+
     def adding(self, bucket: Bucket) -> AbstractContextManager[None]:
         """Take tensors while the body has them sent."""
         ...
@@ -98,7 +102,7 @@ class StreamSettings:
         shares_memory: Whether engines read the trainer's memory where they can.
         timeout_seconds: Bound on one update.
         bucket_bytes: Memory that an update takes on a rank besides the bucket that it is given.
-        pause_mode: See ``UpdateBracket``.
+        pause_mode: Chooses it for the connected engines; see ``UpdateBracket``.
         verifier: Makes the verifier of the connected engines.
     """
 
@@ -106,7 +110,7 @@ class StreamSettings:
     shares_memory: bool
     timeout_seconds: float
     bucket_bytes: int
-    pause_mode: api.PauseMode = "retract"
+    pause_mode: Callable[[Sequence[EngineEndpoint]], api.PauseMode]
     verifier: Callable[[Sequence[EngineEndpoint]], Verifier] | None = None
 
 
@@ -157,9 +161,7 @@ class StreamedUpdater:
         shared = [e for e in endpoints if self._reads_memory(e, num_ranks[e.url])]
         self._share_memory(shared, num_ranks)
         self._of_first(lambda: self._join([e for e in endpoints if e not in shared], num_ranks), "form a group")
-        if self._rank == 0:
-            self._bracket = UpdateBracket(calls, pause_mode=self._settings.pause_mode)
-            self._verifier = self._settings.verifier(endpoints) if self._settings.verifier else None
+        self._of_first(lambda: self._prepare_bracket(calls), "prepare updates")
 
     def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:
         """Bring every engine to new weights; every rank exhausts ``buckets``."""
@@ -187,13 +189,18 @@ class StreamedUpdater:
         self._team = self._bracket = self._verifier = None
         self.receivers = "first"
 
+    def _prepare_bracket(self, calls: EngineCalls) -> None:
+        self._bracket = UpdateBracket(calls, pause_mode=self._settings.pause_mode(calls.endpoints))
+        self._verifier = self._settings.verifier(calls.endpoints) if self._settings.verifier else None
+
     def _open(self, stack: contextlib.ExitStack, version: str) -> SlimeError | None:
         """On the first rank, let the engines wait until ``stack`` closes."""
         try:
             if self._verifier is not None:
                 self._verifier.begin()
             if self._bracket is not None:
-                stack.enter_context(self._bracket.opened(version, self._check))
+                reset = self._verifier.reset if self._verifier is not None else None
+                stack.enter_context(self._bracket.opened(version, self._check, when_quiet=reset))
         except SlimeError as error:
             return error
         return None

@@ -14,9 +14,10 @@ from typing import Protocol
 from slime.config import Config
 from slime.errors import ConfigError
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.pause import pause_mode_for
 from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.streamed import StreamedUpdater, StreamSettings
-from slime.weights.verify import WeightVerifier
+from slime.weights.verify import CHECK_SHARE, WeightVerifier
 
 
 class WeightUpdater(Protocol):
@@ -87,6 +88,19 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         shares_memory=weights.update_weight_transport != "broadcast" and (config.cluster.colocate or not is_cuda),
         timeout_seconds=weights.weight_sync_timeout_seconds,
         bucket_bytes=weights.update_weight_buffer_size,
-        verifier=partial(WeightVerifier, timeout_seconds=weights.weight_sync_timeout_seconds),
+        pause_mode=partial(pause_mode_for, config),
+        verifier=partial(_verifier, config),
     )
     return StreamedUpdater(settings, rank=place.rank, world_size=place.world_size)
+
+
+def _verifier(config: Config, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
+    assert config.hf is not None, "a training configuration has a checkpoint"
+    check_equal = config.weights.check_weight_update_equal
+    return WeightVerifier(
+        endpoints,
+        model=config.hf.config,
+        timeout_seconds=config.weights.weight_sync_timeout_seconds,
+        share=None if check_equal else CHECK_SHARE,
+        check_equal=check_equal,
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,16 +29,23 @@ def updater_of(
     carrier: str = "tensor",
     timeout_seconds: float = 60.0,
     bucket_bytes: int = 10**9,
-    verify: bool = True,
+    model: Path | None = None,
     **fields: Any,
 ) -> Generator[StreamedUpdater]:
-    """The updater of a trainer of one rank, connected to engines."""
+    """The updater of a trainer of one rank, connected to engines; with ``model`` it verifies."""
+
+    def verifier(endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
+        assert model is not None
+        config = json.loads((model / "config.json").read_text())
+        return WeightVerifier(endpoints, model=config, timeout_seconds=timeout_seconds, share=None)
+
     settings = StreamSettings(
         is_cuda=False,
         shares_memory=carrier == "tensor",
         timeout_seconds=timeout_seconds,
         bucket_bytes=bucket_bytes,
-        verifier=partial(WeightVerifier, timeout_seconds=timeout_seconds) if verify else None,
+        pause_mode=lambda endpoints: "retract",
+        verifier=verifier if model is not None else None,
     )
     updater = StreamedUpdater(settings, rank=0, world_size=1)
     try:
