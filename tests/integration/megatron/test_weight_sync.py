@@ -78,7 +78,7 @@ def check_layout(model: Path, urls: list[str], argv: tuple[str, ...]) -> None:
     for received, _ in results:
         assert received == expected
     assert results[0][1] == [expected] * (len(CARRIERS) * len(urls))
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 @pytest.mark.parametrize("flag", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
@@ -170,7 +170,7 @@ def test_ranks_that_share_an_engine_hand_in_one_note_each() -> None:
     with ControlRecorder(take) as engine:
         assert run_ranks(2, send_from_both_ranks, engine.url, timeout_seconds=60) == ["", ""]
     assert seen == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 def test_a_refusal_reaches_every_rank_of_the_engine() -> None:
@@ -186,4 +186,4 @@ def test_a_refusal_reaches_every_rank_of_the_engine() -> None:
     assert first.startswith("version 7, tensors a to a: engine 0: ")
     assert second == f"another rank could not send: {first}"
     assert len(engine.asked) == 1
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
