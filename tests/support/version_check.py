@@ -32,7 +32,7 @@ def change_weights(engine: str, path: Path, version: str, mode: PauseMode) -> No
 
     post("/pause_generation", {"mode": mode})
     if mode != "in_place":
-        post("/flush_cache?timeout=5", {})
+        post("/flush_cache", {})  # SGLang asked to wait, by a timeout, would wait for the retracted requests to end
     body = {"model_path": str(path), "weight_version": version, "flush_cache": mode != "in_place"}
     assert post("/update_weights_from_disk", body)["success"]
     post("/continue_generation", {"torch_empty_cache": False})
