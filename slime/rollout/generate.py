@@ -157,8 +157,8 @@ async def _generate_uninterrupted(
         in_vain = 0 if sample.response_length > length else in_vain + 1
         trace_next_attempt(sample)
     raise EngineError(
-        f"the requests of sample {sample.index} were aborted {MAX_INTERRUPTIONS} times in vain while the rollout goes on; "
-        "see the logs of the engines"
+        f"the requests of sample {sample.index} were aborted {MAX_INTERRUPTIONS} times in vain while the rollout goes "
+        "on; see the logs of the engines"
     )
 
 
