@@ -11,7 +11,7 @@ export VENV
 # Every run starts dozens of processes that import torch; without bytecode on disk each would compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-dev quickstart test test-parallel test-interrupted test-gpu style format bench bench-trl clean
+.PHONY: help setup setup-dev quickstart test test-parallel test-interrupted test-sglang test-gpu style format bench bench-trl clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-parallel: setup-dev ## every parallel layout against one process, checkpoin
 
 test-gpu: setup-dev ## the same checks in fp32 and bf16 on one CUDA device; each states its tolerances
 	$(BIN)/python -m pytest tests/gpu
+
+test-sglang: ## tests with the real SGLang on the CPU, in an environment of its own
+	@VENV=.venv-sglang scripts/setup.sh sglang
+	PYTHONPATH=tests/sglang/shim .venv-sglang/bin/python -m pytest tests/sglang
 
 test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
 	$(BIN)/python -m pytest tests/e2e/test_interrupted.py

@@ -4,6 +4,7 @@
 #
 #   scripts/setup.sh         what training needs
 #   scripts/setup.sh dev     and what the tests and the style checks need
+#   scripts/setup.sh sglang  a separate .venv-sglang with SGLang on the CPU, for tests
 #   scripts/setup.sh trl     a separate .venv-trl with TRL, for bench/grpo_vs_trl.py
 #
 # Environment: PYTHON (interpreter to use), VENV (folder, .venv), PLATFORM (cpu or cuda; found out when unset).
@@ -42,8 +43,9 @@ platform=${PLATFORM:-$(find_platform)}
 case $profile in
 run) venv=${VENV:-.venv} pins=("requirements/$platform.txt") ;;
 dev) venv=${VENV:-.venv} pins=("requirements/$platform.txt" requirements/dev.txt) ;;
+sglang) venv=${VENV:-.venv-sglang} platform=cpu pins=(requirements/{cpu,dev,sglang-cpu}.txt) ;;
 trl) venv=${VENV:-.venv-trl} pins=(requirements/bench.txt) ;;
-*) fail "unknown profile '$profile'; accepted: run, dev, trl" ;;
+*) fail "unknown profile '$profile'; accepted: run, dev, sglang, trl" ;;
 esac
 
 # One stamp per profile: its name is a digest of everything that decides what is installed.
@@ -62,9 +64,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip() { "$venv/bin/python" -m pip install --quiet --no-compile "$@"; }
 
 echo "setup: installing $(cat "${pins[@]}" | grep -c '==') pinned packages ($platform) ..."
-requirements=()
-for file in "${pins[@]}"; do requirements+=(-r "$file"); done
+requirements=() alone=()
+for file in "${pins[@]}"; do
+    case $file in
+    */sglang-cpu.txt) alone+=(-r "$file") ;;
+    *) requirements+=(-r "$file") ;;
+    esac
+done
 pip "${requirements[@]}"
+((${#alone[@]} == 0)) || pip --no-deps "${alone[@]}"
 
 if [[ $profile != trl ]]; then
     # Wheels for 3.11 are published, but their metadata asks for 3.12. requirements.txt cannot say so for one package.

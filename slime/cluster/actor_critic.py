@@ -21,6 +21,7 @@ from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
 from slime.config.roles import Role, critic_config
 from slime.errors import TrainerError
+from slime.weights.endpoint import EngineEndpoint
 
 CRITIC_PATH = "slime.backends.megatron.critic:CriticWorker"
 
@@ -106,9 +107,9 @@ class ActorCritic:
         """Export the actor's Hugging Face weights to ``path``."""
         self._groups["actor"].save_hf(path)
 
-    def connect_engines(self, urls: Sequence[str]) -> None:
+    def connect_engines(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Tell the actor which engines get its weights."""
-        self._groups["actor"].connect_engines(urls)
+        self._groups["actor"].connect_engines(endpoints)
 
     def update_weights(self, check: Callable[[], None] | None = None) -> dict[str, float]:
         """Bring every engine to the actor's weights."""

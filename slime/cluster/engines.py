@@ -27,6 +27,7 @@ from slime.cluster.trainer import threads_per_process
 from slime.config import Config
 from slime.errors import EngineError, SlimeError
 from slime.observability.watchdog import wait_until
+from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,30 @@ class EngineGroup:
         self.urls: list[str] = [a if a.startswith("http") else f"http://{a}" for a in external]
         self.router_ip = config.engine.sglang_router_ip
         self.router_port = config.engine.sglang_router_port
+
+    @property
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        """The engines that get the trainer's weights."""
+        layout, per_engine = self._placement.layout, self._config.cluster.rollout_num_gpus_per_engine
+        rank_of = {slot: rank for rank, slot in enumerate(layout.trainer)}
+        endpoints: list[EngineEndpoint] = []
+        for index, url in enumerate(self.urls):
+            numbers = layout.rollout[index * per_engine : (index + 1) * per_engine]  # none for one that runs elsewhere
+            slots = [self._placement.slots[number] for number in numbers]
+            endpoints.append(
+                EngineEndpoint(
+                    url=url,
+                    name=f"engine {index}",
+                    backend="sglang" if self._config.engine.rollout_backend == "sglang" else "embedded",
+                    num_gpus=per_engine,
+                    node_id=slots[0].node_id if slots else None,
+                    gpu_ids=tuple(slot.gpu_id for slot in slots if slot.gpu_id is not None),
+                    trainer_ranks=tuple(rank_of[number] for number in numbers if number in rank_of),
+                    model_path=self._config.rollout.hf_checkpoint,
+                    local_dir=self._config.weights.update_weight_local_checkpoint_dir,
+                )
+            )
+        return tuple(endpoints)
 
     @property
     def router_url(self) -> str:

@@ -26,6 +26,7 @@ from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
 from slime.errors import WeightSyncError
 from slime.observability.report import Reporter
+from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Run:
         self._handle = rollout
         self._engines = engines
         self._group = trainer
-        self._connected = False
+        self._connected: tuple[EngineEndpoint, ...] = ()
         self._last_saved: int | None = None
         self._saving: int | None = None  # inside the call to the trainer
         self._in_background: int | None = None  # its files may still be written
@@ -148,9 +149,11 @@ class Run:
         started = time.monotonic()
         self._resume_engine_weights()
         self._wake_trainer()
-        if not self._connected:
-            self._group.connect_engines(self._engines.urls)
-            self._connected = True
+        endpoints = self._engines.endpoints
+        if endpoints != self._connected:
+            self._connected = ()
+            self._group.connect_engines(endpoints)
+            self._connected = endpoints
         metrics = self._group.update_weights(check=self._engines.check)
         self._verify_versions()
         self._give_to_engines()

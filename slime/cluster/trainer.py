@@ -27,6 +27,7 @@ from slime.cluster.progress import ProgressReports
 from slime.config import Config
 from slime.errors import SlimeError, TrainerError
 from slime.types import RolloutBatch
+from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Worker(Protocol):
         """Export Hugging Face weights."""
         ...
 
-    def connect_engines(self, urls: list[str]) -> None:
+    def connect_engines(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Say which engines get the weights."""
         ...
 
@@ -282,9 +283,9 @@ class TrainerGroup:
         """Export Hugging Face weights to ``path``."""
         self._call_all("save_hf", path, limit=self._config.cluster.save_timeout_seconds)
 
-    def connect_engines(self, urls: Sequence[str]) -> None:
+    def connect_engines(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Tell the ranks which engines get the weights."""
-        self._call_all("connect_engines", list(urls), limit=self._config.weights.weight_sync_timeout_seconds)
+        self._call_all("connect_engines", list(endpoints), limit=self._config.weights.weight_sync_timeout_seconds)
 
     def update_weights(self, check: Callable[[], None] | None = None) -> dict[str, float]:
         """Bring every engine to the trainer's weights; ``check`` raises when an engine is gone."""

@@ -16,23 +16,23 @@ import io
 import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from slime.config import Config
 from slime.engines import api
 from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
 from slime.http_control import HttpStatusError, in_parallel, request
 from slime.weights.checksum import tensor_checksum
+from slime.weights.endpoint import EngineEndpoint
 from slime.weights.precision import held_dtype
+from slime.weights.report import Bucket, SyncReport
 
 logger = logging.getLogger(__name__)
-
-Bucket = Sequence[tuple[str, Tensor]]
 
 multiprocessing = cast(Any, torch.multiprocessing)
 _ALIGNMENT_BYTES = 64
@@ -40,23 +40,41 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _NOT_FOUND = 404
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """What one update did.
+class TensorUpdater:
+    """One rank's part in sending tensors to engines of this machine; see ``WeightUpdater``.
 
     Args:
-        seconds: From the pause to the continuation.
-        bytes: Tensor data sent, counted once however many engines read it.
-        tensors: Number of tensors sent.
-        verified: Comparisons of checksums made, over all engines.
-        mismatches: Of these, how many failed; never positive in a report, since that raises.
+        config: The resolved configuration.
+        rank: This process; rank 0 sends.
     """
 
-    seconds: float
-    bytes: int
-    tensors: int
-    verified: int
-    mismatches: int = 0
+    receivers: Literal["first", "all"] = "first"
+
+    def __init__(self, config: Config, *, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._transport: TensorTransport | None = None
+
+    def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
+        """Take these engines from now on."""
+        self._transport = None
+        if endpoints and self._rank == 0:
+            self._transport = TensorTransport(
+                [endpoint.url for endpoint in endpoints],
+                timeout_seconds=self._config.weights.weight_sync_timeout_seconds,
+                bucket_bytes=self._config.weights.update_weight_buffer_size,
+            )
+
+    def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:
+        """Bring every engine to new weights."""
+        if self._transport is not None:
+            return self._transport.update(buckets, version)
+        for _ in buckets:  # this rank only contributes its shards
+            pass
+        return SyncReport(seconds=0.0, bytes=0, tensors=0, verified=0)
+
+    def close(self) -> None:
+        """Free what is held."""
 
 
 class TensorTransport:

@@ -8,7 +8,7 @@ ranks unless they say otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +36,8 @@ from slime.errors import ConfigError  # noqa: E402
 from slime.observability.metrics import compute_staleness  # noqa: E402
 from slime.observability.timers import Timer  # noqa: E402
 from slime.types import Float32Array, RolloutBatch  # noqa: E402
-from slime.weights.transport import TensorTransport  # noqa: E402
+from slime.weights.endpoint import EngineEndpoint  # noqa: E402
+from slime.weights.updater import TrainerRank, WeightUpdater, build_updater  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class MegatronWorker:
         self._has_engines = False
         self._weights_changed = True  # since the last update_weights; loaded weights are news to an engine
         self._rotated = False  # whether the snapshots of --keep-old-actor know the newest weights
-        self._transport: TensorTransport | None = None
+        self._updater: WeightUpdater | None = None
         self._saver: CheckpointSaver | None = None
         self._closed = False
         if num_threads is not None:
@@ -196,16 +197,13 @@ class MegatronWorker:
         with self._timer.context("save_model"):
             save_hf(self.chunks, self.config, path)
 
-    def connect_engines(self, urls: list[str]) -> None:
+    def connect_engines(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Name the engines that get the weights from now on; none ends the hand-over."""
-        self._has_engines = bool(urls)
-        self._transport = None
-        if urls and self.parallel.rank == 0:
-            self._transport = TensorTransport(
-                urls,
-                timeout_seconds=self.config.weights.weight_sync_timeout_seconds,
-                bucket_bytes=self.config.weights.update_weight_buffer_size,
-            )
+        if self._updater is None:
+            place = TrainerRank(rank=self.parallel.rank, world_size=self.parallel.world_size)
+            self._updater = build_updater(self.config, place)
+        self._updater.connect(endpoints)
+        self._has_engines = bool(endpoints)
 
     def update_weights(self) -> dict[str, float]:
         """Bring every connected engine to this model's weights, checked by checksum.
@@ -220,15 +218,13 @@ class MegatronWorker:
         """
         version = self.weight_version + self._weights_changed
         metrics: dict[str, float] = {}
-        if self._has_engines:
+        if self._has_engines and self._updater is not None:
             buckets = iter_hf_buckets(self.chunks, self.config, self.config.weights.update_weight_buffer_size)
-            if self._transport is None:
-                for _ in buckets:  # this rank only contributes its shards
-                    pass
-            else:
-                report = self._transport.update(buckets, str(version))
+            report = self._updater.update(buckets, str(version))
+            if self.parallel.rank == 0:
                 metrics["perf/update_weights_time"] = report.seconds
                 metrics["perf/update_weights_wire_bytes"] = float(report.bytes)
+                metrics |= report.metrics
         self.weight_version = version
         if self._weights_changed:
             self._rotate_old_actor()
@@ -245,6 +241,8 @@ class MegatronWorker:
         """Leave the process groups. A second call does nothing."""
         if not self._closed:
             self._closed = True
+            if self._updater is not None:
+                self._updater.close()
             parallel_groups.destroy()
 
     def _complete_written_save(self) -> None:

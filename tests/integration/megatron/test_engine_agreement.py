@@ -13,6 +13,7 @@ import pytest
 from slime.config import Config
 from slime.types import RolloutBatch
 from slime.weights.checksum import tensor_checksum
+from slime.weights.endpoint import EngineEndpoint
 from tests.support.engine_process import engine_process
 from tests.support.gloo import Rank, run_ranks
 from tests.support.tiny_models import Family, make_tiny_model
@@ -70,7 +71,7 @@ def generate(url: str, rollout_id: int) -> tuple[RolloutBatch, set[str]]:
 def train_with_engine(rank: Rank, config: Config, url: str, ready: list[RolloutBatch]) -> Any:
     """Sync, train, sync; the given rollouts were sampled with the weights each step starts from."""
     with running_worker(config, rank) as worker:
-        worker.connect_engines([url])
+        worker.connect_engines([EngineEndpoint(url=url, name="engine 0", backend="embedded")])
         worker.update_weights()
         metrics = [worker.train(batch) for batch in ready]
         sync = worker.update_weights()

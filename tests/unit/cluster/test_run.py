@@ -1,5 +1,6 @@
 """The order of things inside a step, seen on stand-ins that record who was asked for what."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from slime.observability.logprob_diagnosis import LogprobFacts
 from slime.observability.logprob_monitor import LogprobMonitor
 from slime.observability.report import Reporter
 from slime.observability.tracking import TrackingOptions, init_tracking, read_metrics
+from slime.weights.endpoint import EngineEndpoint
 
 
 class Devices:
@@ -36,6 +38,7 @@ class Devices:
 
 class Engines:
     urls = ("http://a", "http://b")
+    endpoints = tuple(EngineEndpoint(url=url, name=url, backend="embedded") for url in urls)
 
     def __init__(self, devices):
         self.devices = devices
@@ -76,7 +79,7 @@ class Trainer:
         self.devices.trainer = False
         self.devices.note("trainer sleeps")
 
-    def connect_engines(self, urls):
+    def connect_engines(self, endpoints):
         self.devices.note("connect")
 
     def update_weights(self, check):
@@ -200,6 +203,17 @@ def test_colocated_sides_take_turns(make_run, tmp_path):
     step = ["generate 0", "engines release", "trainer wakes", "train batch 0", "save 0", "export hf-0"]
     again = ["engines resume weights", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
     assert devices.log == first + step + again
+
+
+def test_engines_are_connected_again_only_when_they_changed(make_run):
+    run, devices = make_run()
+    run.sync_weights()
+    run.sync_weights()
+    moved = replace(Engines.endpoints[1], url="http://c")
+    run._engines.endpoints = (Engines.endpoints[0], moved)
+    run.sync_weights()
+    run.sync_weights()
+    assert devices.log == ["connect", "update", "update", "connect", "update", "update"]
 
 
 def test_a_logprob_difference_above_the_bound_ends_the_run_before_the_next_rollout(make_run, caplog):

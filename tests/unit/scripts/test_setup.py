@@ -24,7 +24,7 @@ def setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (["everything"], {}, "unknown profile 'everything'; accepted: run, dev, trl"),
+        (["everything"], {}, "unknown profile 'everything'; accepted: run, dev, sglang, trl"),
         (["run"], {"PLATFORM": "tpu"}, "PLATFORM is 'tpu'; accepted: cpu, cuda"),
     ],
 )
@@ -60,3 +60,14 @@ def test_every_requirement_is_pinned() -> None:
         lines = (ROOT / "requirements" / pins).read_text().splitlines()
         pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
         assert not {name.lower().replace("_", "-") for name in names} - pinned, pins
+
+
+def test_pins_for_sglang_repeat_no_other_pin() -> None:
+    def names(pins: str) -> list[str]:
+        lines = (ROOT / "requirements" / pins).read_text().splitlines()
+        return [line.split("==")[0].lower() for line in lines if "==" in line and not line.startswith("#")]
+
+    added = names("sglang-cpu.txt")
+    assert {"sglang", "torchvision", "triton"} <= set(added)
+    assert len(set(added)) == len(added)
+    assert not set(added) & {*names("cpu.txt"), *names("dev.txt")}

@@ -1,0 +1,85 @@
+"""Which way the weights take to the engines, decided in one place.
+
+Owns the protocol of all ways and the choice between them. Tests hold: the first matching row of the table in
+``docs/weight_sync.md`` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from slime.config import Config
+from slime.errors import ConfigError
+from slime.weights.endpoint import EngineEndpoint
+from slime.weights.report import Bucket, SyncReport
+from slime.weights.transport import TensorUpdater
+
+Receivers = Literal["first", "all"]
+"""Who gets whole tensors: the first rank alone, or every rank."""
+
+
+class WeightUpdater(Protocol):
+    """One rank's part in bringing engines to new weights. All methods are collective over the training ranks."""
+
+    @property
+    def receivers(self) -> Receivers:
+        """Which ranks the buckets must hold tensors on."""
+        ...
+
+    def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
+        """Take these engines from now on, instead of those before.
+
+        Raises:
+            EngineError: An engine refused, or cannot be reached.
+            WaitTimeoutError: One did not answer in time.
+        """
+        ...
+
+    def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:
+        """Bring every engine to new weights; every rank exhausts ``buckets``.
+
+        Args:
+            buckets: (Hugging Face name, tensor) pairs in any order; consumed once.
+            version: Name of the new weights; comes back with every answer of an engine.
+
+        Returns:
+            What was done; of rank 0, others may say less.
+
+        Raises:
+            WeightSyncError: An engine refused a tensor, or holds other values than were sent.
+            EngineError: An engine cannot be reached.
+            WaitTimeoutError: An engine or a rank did not answer in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what is held; a second call does nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRank:
+    """A rank's place among the training processes."""
+
+    rank: int
+    world_size: int
+
+
+def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
+    """This rank's part of the way that the configuration asks for.
+
+    Args:
+        config: The resolved configuration.
+        place: The rank.
+
+    Raises:
+        ConfigError: This version does not have that way.
+    """
+    weights = config.weights
+    if weights.update_weight_mode == "delta":
+        raise ConfigError("--update-weight-mode delta is not available in this version; use full")
+    if weights.update_weight_transport == "disk":
+        raise ConfigError("--update-weight-transport disk is not available in this version; leave it out")
+    return TensorUpdater(config, rank=place.rank)
