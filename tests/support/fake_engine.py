@@ -18,7 +18,7 @@ import numpy as np
 from aiohttp import web
 
 Fault = str | int
-"""An HTTP status to answer; or ``hang``, ``garbage``, ``reset``, ``half``, ``no meta``, ``columns``, ``unreachable``."""
+"""An HTTP status to answer, or a way to fail: see ``FakeEngine._fault``."""
 
 
 @dataclass
