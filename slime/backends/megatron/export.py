@@ -17,12 +17,12 @@ from safetensors import safe_open
 from torch import distributed as dist
 
 from slime.backends.megatron.gather import gather_tensors
-from slime.backends.megatron.hf_files import HfWriter, weight_files
 from slime.backends.megatron.parameters import local_tensors, model_family, model_shape, shard_group
 from slime.config import Config
 from slime.errors import CheckpointError
 from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER, VALUE_HEAD
 from slime.weights.fp8 import SCALE_SUFFIX, dequantize_blocks
+from slime.weights.hf_files import HfWriter, weight_files
 
 Bucket = list[tuple[str, torch.Tensor]]
 

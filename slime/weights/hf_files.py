@@ -11,10 +11,11 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import safetensors
+import safetensors.torch
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from slime.errors import CheckpointError
 from slime.files import force_tree_to_disk
@@ -22,6 +23,9 @@ from slime.files import force_tree_to_disk
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+
+_safe_open = cast(Any, safetensors.safe_open)
+_save_file = cast(Any, safetensors.torch).save_file
 
 
 def weight_files(path: Path) -> dict[str, Path]:
@@ -36,7 +40,7 @@ def weight_files(path: Path) -> dict[str, Path]:
             return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         found: dict[str, Path] = {}
         for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
+            with _safe_open(file, framework="pt") as tensors:
                 found.update(dict.fromkeys(tensors.keys(), file))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: the weights cannot be read: {error}") from error
@@ -75,8 +79,8 @@ class HfWriter:
         """Write one shard."""
         shard = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
         try:
-            save_file(shard, self._aside / f"{len(self._names)}.safetensors", metadata={"format": "pt"})
-        except OSError as error:
+            _save_file(shard, self._aside / f"{len(self._names)}.safetensors", metadata={"format": "pt"})
+        except (OSError, safetensors.SafetensorError) as error:  # a full disk is the latter
             raise CheckpointError(f"{self._out}: cannot be written: {error}") from error
         self._names.append(list(shard))
         for tensor in shard.values():

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from slime.backends.megatron.hf_files import HfWriter, weight_files
 from slime.errors import CheckpointError
+from slime.weights.hf_files import HfWriter, weight_files
 from tests.support.tiny_models import make_tiny_model
 
 
