@@ -19,14 +19,14 @@ from slime.cluster.actor_critic import ActorCritic
 from slime.cluster.async_rollouts import AsyncRollouts
 from slime.cluster.checkpoints import prune_data_states, write_data_state
 from slime.cluster.engines import EngineGroup
+from slime.cluster.recovery import Recovery
 from slime.cluster.rollout import RolloutReport
 from slime.cluster.rollout_handle import RolloutHandle
 from slime.cluster.schedule import should_run_periodic_action
 from slime.cluster.trainer import TrainerGroup
+from slime.cluster.weight_sync import WeightSync
 from slime.config import Config
-from slime.errors import WeightSyncError
 from slime.observability.report import Reporter
-from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,18 @@ class GeneratedRollout:
 class Generation:
     """``run.rollout``: makes the batch of a step and records its metrics."""
 
-    def __init__(self, handle: RolloutHandle, reporter: Reporter) -> None:
+    def __init__(self, handle: RolloutHandle, reporter: Reporter, recovery: Recovery | None = None) -> None:
         self._handle = handle
         self._reporter = reporter
+        self._recovery = recovery
 
     def generate(self, step: int) -> GeneratedRollout:
         """Generate, grade and batch one rollout; returns when it is complete."""
         batch, report_ref = self._handle.submit(step)
         report = self._handle.report(report_ref, step)
         self._reporter.add(step, {**report.metrics, "rollout/num_samples": report.num_samples})
+        if self._recovery is not None:
+            self._reporter.add(step, self._recovery.rollout_complete())
         for metrics, step_key in report.plugin_rows:
             self._reporter.tracking.log(metrics, step_key)
         return GeneratedRollout(batch=batch, report=report)
@@ -95,11 +98,12 @@ class Run:
         first_step: int,
         num_rollout: int,
         num_rollout_per_epoch: int | None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.reporter = reporter
-        self.rollout = Generation(rollout, reporter)
+        self.rollout = Generation(rollout, reporter, recovery)
         self.trainer = Training(trainer, reporter)
         self.first_step = first_step
         self.num_rollout = num_rollout
@@ -107,7 +111,11 @@ class Run:
         self._handle = rollout
         self._engines = engines
         self._group = trainer
-        self._connected: tuple[EngineEndpoint, ...] = ()
+        self._recovery = recovery
+        self._sync = None
+        if trainer is not None and engines is not None:
+            idle_seconds = config.weights.weight_sync_timeout_seconds
+            self._sync = WeightSync(trainer, engines, recovery, idle_seconds=idle_seconds)
         self._last_saved: int | None = None
         self._saving: int | None = None  # inside the call to the trainer
         self._in_background: int | None = None  # its files may still be written
@@ -133,6 +141,7 @@ class Run:
     def training(self) -> Iterator[None]:
         """The trainer holds the devices; inside a split placement it always does."""
         if self._engines is not None and self.config.cluster.offload_rollout and self._engines_awake:
+            self._settle()
             self._engines.release_memory()
             self._engines_awake = False
         self._wake_trainer()
@@ -144,35 +153,19 @@ class Run:
         Raises:
             WeightSyncError: An engine reports another version than the trainer sent.
         """
-        if self._group is None or self._engines is None:
+        if self._sync is None:
             return
         started = time.monotonic()
+        self._settle()
         self._resume_engine_weights()
         self._wake_trainer()
-        endpoints = self._engines.endpoints
-        if endpoints != self._connected:
-            self._connected = ()
-            self._group.connect_engines(endpoints)
-            self._connected = endpoints
-        metrics = self._group.update_weights(check=self._engines.check)
-        self._verify_versions()
+        metrics = self._sync.send()
+        if self._recovery is not None:
+            self._recovery.serve()
         self._give_to_engines()
         last = self.trainer.last_trained
         if last is not None:
             self.reporter.add(last.rollout_id, {**metrics, "perf/sync_time": time.monotonic() - started})
-
-    def _verify_versions(self) -> None:
-        assert self._group is not None
-        assert self._engines is not None
-        expected = str(self._group.weight_version())
-        versions = self._engines.weight_versions()
-        wrong = [
-            f"{url} has {version}"
-            for url, version in zip(self._engines.urls, versions, strict=True)
-            if version != expected
-        ]
-        if wrong:
-            raise WeightSyncError(f"after the sync of weight version {expected}: {', '.join(wrong)}")
 
     def sync_due(self, step: int) -> bool:
         """Whether the engines get new weights after ``step``."""
@@ -325,6 +318,8 @@ class Run:
             "checkpoint": Path(checkpoint.save) / f"iter_{last:07d}" if checkpoint.save and last is not None else None,
             "HF model": Path(hf.format(rollout_id=last)) if hf and last is not None else None,
         }
+        if self._recovery is not None and (restarts := self._recovery.summary()) is not None:
+            logger.warning("%s", restarts)
         return self.reporter.summary(paths)
 
     def _report(self, step: int) -> None:
@@ -362,3 +357,14 @@ class Run:
         if self._engines is not None and not self._engines_awake:
             self._engines.resume_memory(["kv_cache", "cuda_graph"])
             self._engines_awake = True
+        if self._recovery is not None:
+            self._recovery.watch()
+
+    def _settle(self) -> None:
+        """Have everything replaced that died, before the engines change state; new ones start in an empty device."""
+        if self._recovery is None:
+            return
+        if self._recovery.look() and self._group is not None and self._trainer_awake and not self._engines_awake:
+            self._group.sleep()
+            self._trainer_awake = False
+        self._recovery.settle(asleep=not self._engines_awake)

@@ -29,6 +29,7 @@ class Reissues:
         self._bad_in_a_row: dict[str, set[int]] = {}
         self._turn = self._num_requests = 0
         self._quiet_until = 0.0
+        self._counted = 0
         self.count = 0
         self.suspects: dict[str, str] = {}
 
@@ -69,6 +70,11 @@ class Reissues:
         candidates = [url for url in trusted if tried.count(url) == fewest]
         self._turn += 1
         return candidates[self._turn % len(candidates)]
+
+    def take_count(self) -> int:
+        """Requests issued again since the last call."""
+        new, self._counted = self.count - self._counted, self.count
+        return new
 
     def should_warn(self) -> bool:
         """Whether a fault is worth a line for the operator: one dead engine fails hundreds of requests at once."""
