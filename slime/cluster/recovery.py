@@ -65,6 +65,7 @@ class Recovery:
         self._waiting: list[EngineServer] = []
         self._deaths: Counter[str] = Counter()
         self._error: SlimeError | None = None
+        self._bring_weights: Callable[[], None] | None = None
         self._last_failure = ""
         self._between = True  # engines get weights or sleep: that none serves is no news
         self._asleep = False
@@ -87,11 +88,25 @@ class Recovery:
         Raises:
             EngineError: The run cannot go on: nothing may be replaced, a replacement failed, or no engine is left.
         """
-        self.look()
+        replacing = self.look()
         with self._lock:
             missing = None if self._between else self._missing()
-        if missing is not None:
+        if missing is None:
+            return
+        # Elsewhere than in the main thread the trainer may be at work meanwhile.
+        if self._bring_weights is None or threading.current_thread() is not threading.main_thread():
             raise EngineError(missing)
+        if not replacing:
+            logger.warning("the engines that were replaced get weights in the middle of a rollout: no other is left")
+            self._bring_weights()
+
+    def bring_weights_with(self, bring_weights: Callable[[], None]) -> None:
+        """Have engines get weights while the trainer waits for a rollout, when no engine is left otherwise.
+
+        Args:
+            bring_weights: Settles, sends the weights, lets the engines serve and watches them.
+        """
+        self._bring_weights = bring_weights
 
     def look(self) -> bool:
         """Look for dead servers; whether any is being replaced.
@@ -229,8 +244,8 @@ class Recovery:
             if not comes_back and not any(_alike(server, other) for other in serving):
                 kind = "" if server.planned.worker_type == "regular" else f"{server.planned.worker_type} "
                 return (
-                    f"no {kind}engine is left that serves {server.planned.model}; a new one gets current weights only "
-                    f"between two rollouts. The last failure: {self._last_failure}"
+                    f"no {kind}engine is left that serves {server.planned.model}, and a new one gets weights only "
+                    f"when the trainer is free. The last failure: {self._last_failure}"
                 )
         return None
 

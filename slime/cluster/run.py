@@ -118,6 +118,8 @@ class Run:
         if trainer is not None and engines is not None:
             idle_seconds = config.weights.weight_sync_timeout_seconds
             self._sync = WeightSync(trainer, engines, recovery, idle_seconds=idle_seconds)
+            if recovery is not None and not config.cluster.offload_rollout:  # the trainer need not come back first
+                recovery.bring_weights_with(self._bring_weights)
         self._last_saved: int | None = None
         self._saving: int | None = None  # inside the call to the trainer
         self._in_background: int | None = None  # its files may still be written
@@ -165,6 +167,15 @@ class Run:
         if last is not None:
             seconds = time.monotonic() - started
             self.reporter.add(last.rollout_id, {**metrics, **memory, "perf/sync_time": seconds})
+
+    def _bring_weights(self) -> None:
+        """Send the weights once more, while a rollout waits for engines that know none."""
+        assert self._sync is not None
+        assert self._recovery is not None
+        self._settle()
+        self._sync.send()
+        self._recovery.serve()
+        self._to_engines()
 
     def sync_due(self, step: int) -> bool:
         """Whether the engines get new weights after ``step``."""

@@ -199,8 +199,8 @@ class EngineClient:
         try:
             engines = await self.healthy_worker_urls()
         except (EngineError, WaitTimeoutError):
-            engines = self._workers.healthy_urls
-        return reissues.choose(engines, tried) if engines and self._workers.serve_alone else self.base_url
+            return self.base_url
+        return reissues.choose(engines, tried) if self._workers.serve_alone else self.base_url
 
     async def post(
         self, url: str, payload: Any, *, headers: Mapping[str, str] | None = None, max_attempts: int | None = None
@@ -349,8 +349,15 @@ class EngineClient:
         Raises:
             EngineError: There are none.
         """
-        healthy = await self._workers.healthy()
-        return healthy if self.reissues is None else self.reissues.trusted(healthy)
+        if self.reissues is None:
+            return await self._workers.healthy()
+        try:
+            healthy = await self._workers.healthy()
+        except (EngineError, WaitTimeoutError):
+            healthy = self._workers.healthy_urls  # a router that is being replaced, or all of its engines are
+            if not healthy:
+                raise
+        return self.reissues.trusted(healthy)
 
     async def abort_all(self, *, timeout_seconds: float | None = None) -> None:
         """Abort every running request and wait until the engines are idle.

@@ -220,6 +220,37 @@ def test_no_engine_left_is_an_error_at_once(model, engines):
     assert "SIGKILL" in str(errors[0])
 
 
+def test_with_no_engine_left_new_ones_get_weights_if_the_trainer_is_free(model, engines):
+    recovery = Recovery(configure(model), engines, dict, weights_wait=True)
+    brought = []
+
+    def bring_weights():
+        recovery.settle()
+        brought.append(list(engines.urls))
+        assert not listed(engines)
+        recovery.serve()
+        recovery.watch()
+
+    recovery.bring_weights_with(bring_weights)
+    recovery.watch()
+    try:
+        before = list(engines.urls)
+        for url in before:
+            os.kill(pid_of(url), signal.SIGKILL)
+
+        def came_back():
+            recovery.check()
+            return bool(brought)
+
+        wait_for(came_back)
+        assert not set(before) & set(engines.urls)
+        assert listed(engines) == set(engines.urls)
+        recovery.check()
+        assert len(brought) == 1
+    finally:
+        recovery.close()
+
+
 def test_an_engine_that_cannot_start_again_is_named_with_the_end_of_its_log(model, engines):
     config = model / "config.json"
     text = config.read_text()
