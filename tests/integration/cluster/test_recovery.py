@@ -7,8 +7,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.cluster.engines import EngineGroup
@@ -90,12 +90,10 @@ def watching(model, engines, *, weights_wait=False, suspects=dict, replaces=True
 
 
 def pid_of(url):
-    port = url.rpartition(":")[2].encode()
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"--port" in words and words[words.index(b"--port") + 1] == port:
-                return int(folder.name)
+    port = int(url.rpartition(":")[2])
+    for connection in psutil.net_connections("tcp4"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return connection.pid
     raise AssertionError(f"no process for {url}")
 
 
@@ -152,23 +150,13 @@ async def test_requests_of_a_lost_engine_are_answered_by_another_and_it_comes_ba
 async def test_a_router_comes_back_at_its_address_with_its_engines(model, engines):
     address = engines.router_url
     with watching(model, engines) as (recovery, errors):
-        replies, count = await generate_while(engines, lambda: os.kill(router_pid(address), signal.SIGKILL))
+        replies, count = await generate_while(engines, lambda: os.kill(pid_of(address), signal.SIGKILL))
         assert Counter(len(reply["output_ids"]) for reply in replies) == {NUM_TOKENS: NUM_REQUESTS}
         assert count >= NUM_REQUESTS
         wait_for(lambda: not recovery.look())
     assert not errors
     assert engines.router_url == address
     assert listed(engines) == set(engines.urls)
-
-
-def router_pid(url):
-    port = f'"port": {url.rpartition(":")[2]},'.encode()
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"slime.cluster.router" in words and any(port in word for word in words):
-                return int(folder.name)
-    raise AssertionError(f"no router at {url}")
 
 
 def test_a_new_engine_gets_no_request_before_it_has_weights(model, engines):

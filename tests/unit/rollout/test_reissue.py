@@ -9,6 +9,7 @@ import pytest
 
 from slime.errors import EngineError
 from slime.rollout import client as client_module
+from slime.rollout import workers
 from slime.rollout.client import ClientTimeouts, EngineClient
 from slime.rollout.generate import generate_and_rm_group
 from slime.rollout.reissue import Reissues
@@ -124,6 +125,18 @@ async def test_a_dead_router_is_waited_for_and_its_engines_serve_meanwhile(engin
             replies = await asyncio.gather(*(client.generate(PAYLOAD) for _ in range(4)))
     assert [len(reply["output_ids"]) for reply in replies] == [3] * 4
     assert [len(engine.requests) for engine in engines] == [2, 2]
+
+
+async def test_engines_that_were_known_are_used_while_the_router_lists_none(router, engines, monkeypatch):
+    monkeypatch.setattr(workers, "KEEP_SECONDS", 0.0)
+    urls = sorted(engine.url for engine in engines)
+    async with client_of(router) as client:
+        assert await client.healthy_worker_urls() == urls
+        router.workers.clear()
+        assert await client.healthy_worker_urls() == urls
+    async with EngineClient(router.url, timeouts=BOUNDS) as client:
+        with pytest.raises(EngineError, match="knows no healthy engine"):
+            await client.healthy_worker_urls()
 
 
 async def test_a_refusal_is_not_issued_again(router, engines):
