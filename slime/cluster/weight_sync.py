@@ -60,7 +60,7 @@ class WeightSync:
                 if attempt == _ATTEMPTS or self._recovery is None or not self._recovery.found_cause():
                     raise
                 logger.warning("the weight sync is made again: %s", str(error).splitlines()[0])
-                self._group.wait_idle(self._idle_seconds)
+                self._group.drain(self._idle_seconds)
                 self._recovery.settle()
         raise AssertionError("the last attempt returns or raises")
 

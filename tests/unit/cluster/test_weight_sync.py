@@ -44,8 +44,8 @@ class Trainer:
     def weight_version(self):
         return 1
 
-    def wait_idle(self, timeout_seconds):
-        self.log.append("wait idle")
+    def drain(self, timeout_seconds):
+        self.log.append("drain")
 
 
 class Recovery:
@@ -90,7 +90,7 @@ def test_a_sync_that_an_engine_did_not_survive_is_made_again_with_its_replacemen
     trainer.failures = [WeightSyncError("refused")]
     recovery = Recovery(engines, dead=[1])
     WeightSync(trainer, engines, recovery, idle_seconds=1.0).send()
-    again = ["wait idle", "settle", "connect http://a http://new", "update"]
+    again = ["drain", "settle", "connect http://a http://new", "update"]
     assert log == ["connect http://a http://b", "update", *again]
     assert recovery.asked == 2
 
