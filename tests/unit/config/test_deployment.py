@@ -170,8 +170,6 @@ def test_the_file_says_how_many_gpus_generate(base_argv: list[str], run: Run, pr
         ("[{num_gpus: 3, num_gpus_per_engine: 2}]", "num_gpus 3 is not a multiple of its 2 per engine"),
         ("[{num_gpus: 12, num_gpus_per_engine: 12}]", "multiple of --num-gpus-per-node 8"),
         ("[{num_gpus: 1, overrides: {tp_size: 2}}]", "tp_size cannot be given: use --rollout-num-gpus-per-engine"),
-        ("[{num_gpus: 4, num_gpus_per_engine: 4, overrides: {pp_size: 3}}]", "not a multiple of --sglang-pp-size 3"),
-        ("[{num_gpus: 2, num_gpus_per_engine: 2, overrides: {dp_size: 2}}]", "needs --sglang-enable-dp-attention"),
         ("[{num_gpus: 1, overrides: {chunked_prefil_size: 2}}]", "--sglang-chunked-prefill-size"),
         ("[{num_gpus: 4, num_gpus_per_engine: 4, overrides: {pp_size: 3}}]", "not a multiple of --sglang-pp-size 3"),
         ("[{num_gpus: 2, num_gpus_per_engine: 2, overrides: {dp_size: 2}}]", "needs --sglang-enable-dp-attention"),
