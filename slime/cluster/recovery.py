@@ -214,7 +214,9 @@ class Recovery:
         with self._lock:
             for server in self._servers:
                 if server.name == name and url in (server.health_url, server.alive_url):
-                    self._fail(server, EngineError(f"{name} failed its health checks: {reason}"))
+                    dead = failures(server.processes).values()  # says more than that it does not answer
+                    unwell = EngineError(f"{name} failed its health checks: {reason}")
+                    self._fail(server, next(iter(dead), unwell))
 
     def _liars(self) -> list[tuple[EngineServer, str]]:
         """Engines to be replaced for what they answer; as long as others answer well, it is not the requests' fault."""
