@@ -14,11 +14,13 @@ from slime.cluster.engines import EngineGroup
 from slime.cluster.recovery import Recovery
 from slime.cluster.trainer import TrainerGroup
 from slime.errors import SlimeError, WeightSyncError
+from slime.weights.bracket import release
 from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_ENGINES_RELEASE_SECONDS = 2.0  # after a failed update: the rank that paused them may be gone
 
 
 class WeightSync:
@@ -56,7 +58,7 @@ class WeightSync:
             try:
                 return self._send()
             except SlimeError as error:
-                self._connected = ()
+                self._connected = ()  # what led to the engines may be broken
                 if attempt == _ATTEMPTS or self._recovery is None or not self._recovery.found_cause():
                     raise
                 logger.warning("the weight sync is made again: %s", str(error).splitlines()[0])
@@ -71,7 +73,11 @@ class WeightSync:
             self._group.connect_engines(endpoints)
             self._connected = endpoints
         check = self._engines.check if self._recovery is None else self._check
-        metrics = self._group.update_weights(check=check)
+        try:
+            metrics = self._group.update_weights(check=check)
+        except SlimeError:
+            release(endpoints, has_session=True, timeout_seconds=_ENGINES_RELEASE_SECONDS)
+            raise
         self._verify_versions()
         return metrics
 
