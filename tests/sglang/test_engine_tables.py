@@ -51,11 +51,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def held(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     out = tmp_path_factory.mktemp("held") / "checksums.json"
     arguments = [text for name, folder in folders.items() for text in (str(folder), str(MODELS[name][1]))]
-    environment = {**os.environ, **shim_environment(), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    environment = {
+        **os.environ,
+        **shim_environment(),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), environment["PYTHONPATH"]])
     command = [sys.executable, "-m", "tests.sglang.loaded_checksums", str(out), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    sys.stderr.write(done.stderr[-8000:])  # shown if a test fails
     return dict(zip(folders, json.loads(out.read_text()), strict=True))
 
 
