@@ -43,7 +43,7 @@ def in_processes(model: Path, tp_size: int) -> list[dict[str, str]]:
             try:
                 out.write_text(json.dumps(checksums(rank, ports, arguments)))
                 os._exit(0)
-            except Exception:
+            except Exception:  # noqa: BLE001 a fork must not come back
                 traceback.print_exc()
                 os._exit(1)
         children.append((child, out))
