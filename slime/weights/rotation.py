@@ -29,7 +29,7 @@ class Rotation:
         self._sizes: dict[str, int] = {}
         self._queue: deque[str] = deque()
         self._chosen: frozenset[str] | None = None
-        self._seconds_per_byte = float("inf")
+        self._seconds_per_byte: float | None = None
         self._debt_seconds = 0.0
 
     def restart(self) -> None:
@@ -68,12 +68,13 @@ class Rotation:
             units[unit_of(name)] = units.get(unit_of(name), 0) + size
         if units and units.keys() != self._sizes.keys():
             self._queue = deque(units)
-            self._seconds_per_byte = float("inf")
+            self._seconds_per_byte = None
         self._sizes = units or self._sizes
         checked = sum(size for unit, size in units.items() if self._chosen is None or unit in self._chosen)
         if checked:
-            # The least seen: a call also takes time that does not depend on the size, and the first call is slow.
-            self._seconds_per_byte = min(self._seconds_per_byte, check_seconds / checked)
+            # Averaged: machines are not always as fast, and a call also takes time that does not depend on the size.
+            found = check_seconds / checked
+            self._seconds_per_byte = found if self._seconds_per_byte is None else (self._seconds_per_byte + found) / 2
         allowed = self._share * send_seconds
         started_over = self._chosen is None and has_parts
         spent = 0.0 if started_over else check_seconds
@@ -85,11 +86,12 @@ class Rotation:
 
     def _choose(self, seconds: float) -> frozenset[str] | None:
         """The units whose turn it is, as many as fit, but one at least; None for all."""
-        if sum(self._sizes.values()) * self._seconds_per_byte <= seconds:
+        per_byte = self._seconds_per_byte
+        if per_byte is None or sum(self._sizes.values()) * per_byte <= seconds:
             return None
         chosen: list[str] = []
         for _ in range(len(self._queue)):
-            seconds -= self._sizes[self._queue[0]] * self._seconds_per_byte
+            seconds -= self._sizes[self._queue[0]] * per_byte
             if chosen and seconds < 0:
                 break
             chosen.append(self._queue[0])
