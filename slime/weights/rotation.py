@@ -32,11 +32,6 @@ class Rotation:
         self._seconds_per_byte: float | None = None
         self._debt_seconds = 0.0
 
-    def restart(self) -> None:
-        """Check everything at the next synchronisation, because there are other engines."""
-        self._chosen = None
-        self._debt_seconds = 0.0
-
     def wants(self, name: str) -> bool:
         """Whether the engine's tensor of this name is checked this time."""
         return self._chosen is None or unit_of(name) in self._chosen
@@ -66,6 +61,7 @@ class Rotation:
         units: dict[str, int] = {}
         for name, size in sizes.items():
             units[unit_of(name)] = units.get(unit_of(name), 0) + size
+        is_first = not self._sizes
         if units and units.keys() != self._sizes.keys():
             self._queue = deque(units)
             self._seconds_per_byte = None
@@ -76,9 +72,8 @@ class Rotation:
             found = check_seconds / checked
             self._seconds_per_byte = found if self._seconds_per_byte is None else (self._seconds_per_byte + found) / 2
         allowed = self._share * send_seconds
-        started_over = self._chosen is None and has_parts
-        spent = 0.0 if started_over else check_seconds
-        self._debt_seconds = max(0.0, self._debt_seconds + spent - allowed)
+        if not (is_first and has_parts):
+            self._debt_seconds = max(0.0, self._debt_seconds + check_seconds - allowed)
         if has_parts:
             self._chosen = self._choose(allowed - self._debt_seconds)
         else:
