@@ -25,9 +25,8 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_health_check_timeout": _DEFAULT_ONLY,
     "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Weight synchronisation
-    "check_weight_update_equal": _DEFAULT_ONLY,
     "update_weight_mode": _DEFAULT_ONLY,
-    "update_weight_transport": _DEFAULT_ONLY,
+    "update_weight_transport": ("nccl", "broadcast"),
     "update_weight_disk_dir": _DEFAULT_ONLY,
     "update_weight_disk_keep_files": _DEFAULT_ONLY,
     "update_weight_delta_encoding": _DEFAULT_ONLY,
