@@ -21,7 +21,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
     # Weight synchronisation
-    "check_weight_update_equal": _DEFAULT_ONLY,
     "update_weight_mode": _DEFAULT_ONLY,
     "update_weight_transport": ("nccl", "broadcast"),
     "update_weight_disk_dir": _DEFAULT_ONLY,
