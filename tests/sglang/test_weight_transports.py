@@ -63,9 +63,11 @@ def test_servers_of_one_and_two_processes_take_new_weights(
 
 def test_a_refused_tensor_leaves_the_servers_alive_and_unpaused(urls: list[str], model_path: Path) -> None:
     """By broadcast: of tensors in memory SGLang takes the shapes on trust and dies of a wrong one."""
-    with updater_of(urls, carrier="broadcast", backend="sglang") as updater:
-        with pytest.raises(WeightSyncError, match=r"version bad, tensors model\.norm\.weight .*: engine \d: "):
-            updater.update([[("model.norm.weight", torch.zeros(3))]], "bad")
+    with (
+        updater_of(urls, carrier="broadcast", backend="sglang") as updater,
+        pytest.raises(WeightSyncError, match=r"version bad, tensors model\.norm\.weight .*: engine \d: "),
+    ):
+        updater.update([[("model.norm.weight", torch.zeros(3))]], "bad")
     weights = load_file(model_path / "model.safetensors")
     with updater_of(urls, model=model_path, backend="sglang") as updater:
         updater.update([as_bucket(weights)], "good")
