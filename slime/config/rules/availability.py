@@ -25,7 +25,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_health_check_timeout": _DEFAULT_ONLY,
     "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Weight synchronisation
-    "check_weight_update_equal": _DEFAULT_ONLY,
     "update_weight_mode": _DEFAULT_ONLY,
     "update_weight_transport": ("nccl", "broadcast"),
     "update_weight_disk_dir": _DEFAULT_ONLY,
