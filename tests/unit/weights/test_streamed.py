@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime.config import ClusterConfig, Config, WeightsConfig
+from slime.config.hf import HfModel
 from slime.engines.embedded.payload import read_shared_tensors
 from slime.errors import EngineError, WeightSyncError
 from slime.weights.endpoint import EngineEndpoint
@@ -35,7 +36,8 @@ CUDA = StreamSettings(
 )
 def test_the_table_of_ways(cluster: dict[str, Any], transport: Any, shares_memory: bool) -> None:
     weights = WeightsConfig(update_weight_transport=transport, update_weight_buffer_size=77)
-    config = Config(cluster=ClusterConfig(**cluster), weights=weights)
+    hf = HfModel(path="model", config={"model_type": "qwen3"}, model_type="qwen3")
+    config = Config(cluster=ClusterConfig(**cluster), weights=weights, hf=hf)
     updater = build_updater(config, TrainerRank(rank=0, world_size=1))
     assert isinstance(updater, StreamedUpdater)
     settings = updater._settings
