@@ -29,6 +29,7 @@ from slime.errors import SlimeError, TrainerError
 from slime.observability.watchdog import expired
 from slime.types import RolloutBatch
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.nccl import nccl_environment
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class TrainerGroup:
             for slot in slots
         ]
         actor_class = ray.remote(TrainerActor)
-        environment = {k: str(v) for k, v in config.train.train_env_vars.items()}
+        environment = nccl_environment(config) | {k: str(v) for k, v in config.train.train_env_vars.items()}
         self._actors = [
             actor_class.options(
                 **placement.options(slot, TRAINER_SHARE),
