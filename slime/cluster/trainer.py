@@ -22,12 +22,14 @@ import ray
 from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
 from slime.cluster.placement import TRAINER_SHARE, Placement
-from slime.cluster.process import free_port
+from slime.cluster.ports import free_port
 from slime.cluster.progress import ProgressReports
 from slime.config import Config
 from slime.errors import SlimeError, TrainerError
+from slime.observability.watchdog import expired
 from slime.types import RolloutBatch
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.nccl import nccl_environment
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +83,17 @@ class Worker(Protocol):
         """Move the training state off the device."""
         ...
 
+    def hold_parameters(self) -> None:
+        """Have the parameters on the device and nothing else."""
+        ...
+
     def wake_up(self) -> None:
-        """Bring it back."""
+        """Bring everything back."""
+        ...
+
+    @property
+    def device_memory(self) -> dict[str, float]:
+        """Bytes in use on the device."""
         ...
 
     def close(self) -> None:
@@ -181,7 +192,7 @@ class TrainerGroup:
             for slot in slots
         ]
         actor_class = ray.remote(TrainerActor)
-        environment = {k: str(v) for k, v in config.train.train_env_vars.items()}
+        environment = nccl_environment(config) | {k: str(v) for k, v in config.train.train_env_vars.items()}
         self._actors = [
             actor_class.options(
                 **placement.options(slot, TRAINER_SHARE),
@@ -303,6 +314,15 @@ class TrainerGroup:
         """Move the training state off the devices."""
         self._call_all("sleep", limit=self._config.cluster.train_step_timeout_seconds)
 
+    def hold_parameters(self) -> None:
+        """Have the parameters on the devices and nothing else of the training state."""
+        self._call_all("hold_parameters", limit=self._config.cluster.train_step_timeout_seconds)
+
+    def device_memory(self) -> dict[str, float]:
+        """Bytes in use on the device of rank 0; empty on a CPU."""
+        limit = self._config.cluster.train_step_timeout_seconds
+        return self._wait([self._actors[0].read.remote("device_memory")], "tell its device memory", limit)[0]
+
     def wake_up(self, timeout_seconds: float | None = None) -> None:
         """Bring the training state back; the bound is ``--train-step-timeout-seconds`` unless given."""
         limit = self._config.cluster.train_step_timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -311,6 +331,14 @@ class TrainerGroup:
     def wait_idle(self, timeout_seconds: float) -> None:
         """Wait for calls that were interrupted in the driver but still run in the ranks."""
         self._wait(self._in_flight, "finish the call in progress", timeout_seconds)
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Wait until a call that failed on one rank has ended on all of them, whatever came of it."""
+        refs, self._in_flight = self._in_flight, []
+        if refs and ray.wait(refs, num_returns=len(refs), timeout=timeout_seconds)[1]:
+            raise expired(
+                waiter="the driver", waited_for=f"{self._name} to end a call", timeout_seconds=timeout_seconds
+            )
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all ranks: orderly where possible within the time, by force otherwise."""

@@ -43,6 +43,8 @@ class EngineFeatures:
         tp_size: Processes that share every layer.
         pp_size: Pipeline stages.
         dp_size: Copies of the attention.
+        is_disaggregated: Whether it computes prompts for others, or continues prompts of others. SGLang then keeps a
+            prompt that is half computed when it takes requests back.
     """
 
     backend: Literal["embedded", "sglang"]
@@ -57,6 +59,7 @@ class EngineFeatures:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
+    is_disaggregated: bool = False
 
 
 def ask_features(url: str, *, timeout_seconds: float, waiter: str = "the driver") -> EngineFeatures:
@@ -71,6 +74,11 @@ def ask_features(url: str, *, timeout_seconds: float, waiter: str = "the driver"
         EngineError: It cannot be reached, or what answers is no engine.
         WaitTimeoutError: No answer in time.
     """
+    return features_of(ask_server_info(url, timeout_seconds=timeout_seconds, waiter=waiter))
+
+
+def ask_server_info(url: str, *, timeout_seconds: float, waiter: str = "the driver") -> dict[str, Any]:
+    """What an engine says of itself, whichever name its version has for that; arguments and errors as above."""
     try:
         info = request(url + api.SERVER_INFO, timeout_seconds=timeout_seconds, waiter=waiter)
     except HttpStatusError as error:
@@ -79,7 +87,7 @@ def ask_features(url: str, *, timeout_seconds: float, waiter: str = "the driver"
         info = request(url + _OLD_SERVER_INFO, timeout_seconds=timeout_seconds, waiter=waiter)
     if not isinstance(info, dict):
         raise EngineError(f"{url}{api.SERVER_INFO} answered {info!r:.200}; an engine answers with a JSON object")
-    return features_of(cast("dict[str, Any]", info))
+    return cast("dict[str, Any]", info)
 
 
 def features_of(info: Mapping[str, Any]) -> EngineFeatures:
@@ -105,6 +113,7 @@ def features_of(info: Mapping[str, Any]) -> EngineFeatures:
         tp_size=int(info.get("tp_size") or 1),
         pp_size=int(info.get("pp_size") or 1),
         dp_size=int(info.get("dp_size") or 1),
+        is_disaggregated=info.get("disaggregation_mode") not in (None, "null"),
     )
 
 

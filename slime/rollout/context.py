@@ -28,6 +28,8 @@ from slime.rollout.failures import FailureBudget
 from slime.rollout.hooks import CustomGenerate, RolloutHooks
 from slime.rollout.loop import ConcurrencyLimit, LoopThread
 from slime.rollout.progress import Progress
+from slime.rollout.reissue import Reissues
+from slime.rollout.stops import end_token_ids
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutGroup, call_rollout_fn
 from slime.types import Sample
 
@@ -82,6 +84,7 @@ class RolloutContext:
         args: Flat arguments, this context among them; what every rollout function receives.
         client: HTTP to the router.
         tokenizer: Tokenizer of ``--hf-checkpoint``.
+        end_token_ids: Tokens that end an output of it by themselves.
         progress: Where rollouts and evaluations state how far they are; to be read from any thread.
         limit: Samples that may generate at once.
         rewards: Grades samples.
@@ -99,6 +102,7 @@ class RolloutContext:
         self.client = client
         self.loop_thread = loop_thread
         self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids(args.hf_checkpoint, tokenizer)
         self.progress = progress
         self.hooks = RolloutHooks.load(self.args)
         self.rewards = RewardService(self.args)
@@ -128,7 +132,11 @@ class RolloutContext:
         """
         flat: Any = args
         tokenizer = load_tokenizer(flat.hf_checkpoint)
-        client = EngineClient(router_url(flat), timeouts=ClientTimeouts.from_args(flat))
+        client = EngineClient(
+            router_url(flat),
+            timeouts=ClientTimeouts.from_args(flat),
+            reissues=Reissues() if flat.use_fault_tolerance else None,
+        )
         loop_thread = LoopThread()
         try:
             loop_thread.run(client.open(), timeout_seconds=CLOSE_SECONDS)

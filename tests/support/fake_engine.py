@@ -18,7 +18,7 @@ import numpy as np
 from aiohttp import web
 
 Fault = str | int
-"""An HTTP status to answer, or ``hang``, ``garbage``, ``reset``."""
+"""An HTTP status to answer, or a way to fail: see ``FakeEngine._fault``."""
 
 
 @dataclass
@@ -88,6 +88,16 @@ class FakeEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
+    def switch(self, version: str, after_seconds: float = 0.0) -> None:
+        """New weights: what generates then ends with its first token, as in an update that aborts."""
+
+        def change() -> None:
+            self.weight_version = version
+            self._aborted.set()
+            self._aborted = asyncio.Event()
+
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_seconds, change)
+
     async def until_running(self, count: int) -> None:
         """Wait until ``count`` generations run at the same time."""
 
@@ -134,6 +144,7 @@ class FakeEngine:
         if faulty is not None:
             return faulty
         answer = self.answer(body["input_ids"], body["sampling_params"])
+        version = self.weight_version
         with self._changed:
             self.running += 1
             self.max_running = max(self.max_running, self.running)
@@ -152,7 +163,7 @@ class FakeEngine:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(answer.token_ids),
             "cached_tokens": len(body["input_ids"]) // 2,
-            "weight_version": self.weight_version,
+            "weight_version": version,
             "output_token_logprobs": [[-0.5 - i / 100, t, None] for i, t in enumerate(answer.token_ids)],
         }
         if self.sampling_masks and body.get("return_sampling_mask"):
@@ -178,6 +189,22 @@ class FakeEngine:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if fault == "half":
+            half = web.StreamResponse(headers={"Content-Length": "1000", "Content-Type": "application/json"})
+            await half.prepare(request)
+            await half.write(b'{"text": "half of an ans')
+            assert request.transport is not None
+            request.transport.close()
+            return half
+        if fault == "no meta":
+            return web.json_response({"text": "abc"})
+        if fault == "columns":
+            reason = {"type": "stop", "matched": "end"}
+            meta = {"finish_reason": reason, "output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, None]]}
+            return web.json_response({"text": "abc", "output_ids": [7], "meta_info": meta})
+        if fault == "unreachable":  # as a router says of an engine
+            headers = {"x-smg-error-code": "call_upstream_request_error"}
+            return web.json_response({"error": {"message": "unreachable"}}, status=500, headers=headers)
         assert fault == "hang", fault
         await asyncio.sleep(3600)
         return None

@@ -13,9 +13,11 @@ from slime.config.rules.availability import check_availability
 from slime.config.rules.batches import resolve_batches
 from slime.config.rules.checkpoints import resolve_checkpoints
 from slime.config.rules.corrections import check_corrections
+from slime.config.rules.deployment import resolve_deployment
 from slime.config.rules.distillation import check_distillation
 from slime.config.rules.engines import resolve_engines
 from slime.config.rules.evaluation import resolve_evaluation
+from slime.config.rules.external import resolve_external_engines
 from slime.config.rules.idle import check_idle
 from slime.config.rules.inputs import resolve_inputs
 from slime.config.rules.lengths import resolve_lengths
@@ -23,12 +25,15 @@ from slime.config.rules.model import resolve_model
 from slime.config.rules.objective import check_objective
 from slime.config.rules.outputs import resolve_outputs
 from slime.config.rules.placement import resolve_placement
+from slime.config.rules.recovery import check_recovery
 from slime.config.rules.sampling import check_sampling
 from slime.config.rules.supervised import resolve_supervised
 
 RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_supervised,
     resolve_outputs,
+    resolve_deployment,
+    resolve_external_engines,
     resolve_placement,
     resolve_model,
     resolve_checkpoints,
@@ -39,6 +44,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     check_corrections,
     check_distillation,
     resolve_engines,
+    check_recovery,
     resolve_evaluation,
     check_sampling,
     check_idle,

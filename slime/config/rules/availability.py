@@ -18,19 +18,11 @@ _DEFAULT_ONLY: tuple[Any, ...] = ()
 AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     # Placement and processes
     "release_train": _DEFAULT_ONLY,
-    "rollout_external_engine_addrs": _DEFAULT_ONLY,
-    "prefill_num_servers": _DEFAULT_ONLY,
-    "sglang_config": _DEFAULT_ONLY,
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
-    "use_fault_tolerance": _DEFAULT_ONLY,
-    "rollout_health_check_interval": _DEFAULT_ONLY,
-    "rollout_health_check_timeout": _DEFAULT_ONLY,
-    "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Weight synchronisation
-    "check_weight_update_equal": _DEFAULT_ONLY,
     "update_weight_mode": _DEFAULT_ONLY,
-    "update_weight_transport": _DEFAULT_ONLY,
+    "update_weight_transport": ("nccl", "broadcast"),
     "update_weight_disk_dir": _DEFAULT_ONLY,
     "update_weight_disk_keep_files": _DEFAULT_ONLY,
     "update_weight_delta_encoding": _DEFAULT_ONLY,

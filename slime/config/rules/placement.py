@@ -6,8 +6,12 @@ from dataclasses import replace
 
 from slime.config.draft import Draft
 from slime.config.layout import plan_layout
-from slime.config.sections import ClusterConfig
 from slime.config.sections.algorithm import CRITIC_ESTIMATORS
+
+ADDRESS_BOUND_FLAGS = frozenset(
+    {"--use-nccl-ub", "--enable-cuda-graph", "--external-cuda-graph", "--cuda-graph-impl", "--optimizer-cuda-graph"}
+)
+"""Megatron's flags that register buffers with NCCL or capture their addresses in CUDA graphs."""
 
 
 def resolve_placement(draft: Draft) -> None:
@@ -20,6 +24,7 @@ def resolve_placement(draft: Draft) -> None:
         _actor_and_rollout(draft)
     _offload(draft)
     _check_counts(draft)
+    _check_carrier(draft)
     _say_what_runs(draft)
 
 
@@ -112,36 +117,24 @@ def _offload(draft: Draft) -> None:
         offload_train=train if cluster.offload_train is None else cluster.offload_train,
         offload_rollout=cluster.colocate if cluster.offload_rollout is None else cluster.offload_rollout,
     )
-    draft.cluster = _keep_trainer_on_gpu(draft, cluster) if cluster.device == "cuda" else cluster
+    draft.cluster = cluster
+    if cluster.offload_train and cluster.device == "cuda":
+        _check_addresses(draft)
 
 
-def _keep_trainer_on_gpu(draft: Draft, cluster: ClusterConfig) -> ClusterConfig:
-    """The trainer cannot leave a GPU in this version; on a CPU there is nothing to move."""
-    asked = [
-        flag for name, flag in (("offload", "--offload"), ("offload_train", "--offload-train")) if name in draft.given
-    ]
-    if cluster.offload_train and asked:
+def _check_addresses(draft: Draft) -> None:
+    """Memory that leaves a GPU comes back elsewhere, so nothing may be bound to where it was."""
+    for flag in sorted(ADDRESS_BOUND_FLAGS & draft.megatron_flags):
         draft.problems.append(
-            f"{asked[0]}: moving the training state off a GPU is part of the interface but not available in this "
-            "version; use --offload-rollout alone"
+            f"{flag} binds the training state to its place on the GPU, which it leaves with --offload-train (implied "
+            f"by --colocate and by a critic); remove {flag}, or give --no-offload-train"
         )
-    elif cluster.offload_train and cluster.colocate:
-        draft.notices.append(
-            "--colocate: the training state stays on the GPU while generating (moving it off is not available in "
-            "this version), so it needs room beside the engines"
-        )
-    if cluster.offload_train and draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS:
-        draft.notices.append(
-            f"--advantage-estimator {draft.algorithm.advantage_estimator}: actor and critic share the trainer's GPUs "
-            "and both stay on them (moving one off is not available in this version)"
-        )
-    return replace(cluster, offload_train=False)
 
 
 def _check_counts(draft: Draft) -> None:
     cluster = draft.cluster
     rollout, per_engine = cluster.rollout_num_gpus or 0, cluster.rollout_num_gpus_per_engine
-    if rollout % per_engine:
+    if rollout % per_engine and not draft.deployment and not draft.external_engines:
         draft.problems.append(
             f"--rollout-num-gpus {rollout} is not a multiple of --rollout-num-gpus-per-engine {per_engine}"
         )
@@ -157,6 +150,18 @@ def _check_counts(draft: Draft) -> None:
             f"this run needs {needed} GPUs (--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}, "
             f"--rollout-num-gpus {rollout}), this machine has {available}; lower them"
             + ("" if cluster.colocate else ", or share GPUs with --colocate")
+        )
+
+
+def _check_carrier(draft: Draft) -> None:
+    if (
+        draft.cluster.device == "cuda"
+        and draft.cluster.colocate
+        and draft.weights.update_weight_transport == "broadcast"
+    ):
+        draft.problems.append(
+            "--update-weight-transport broadcast with --colocate: a trainer and an engine on the same GPU cannot be in "
+            "one NCCL group; use nccl, which lets such engines read the trainer's memory"
         )
 
 
@@ -180,7 +185,10 @@ def _say_what_runs(draft: Draft) -> None:
     cluster = draft.cluster
     if cluster.device != "cpu":
         return
-    engines = (cluster.rollout_num_gpus or 0) // cluster.rollout_num_gpus_per_engine
+    per_engine = cluster.rollout_num_gpus_per_engine
+    groups = [group for model in draft.deployment for group in model.server_groups]
+    engines = sum(group.num_engines(per_engine) for group in groups) or (cluster.rollout_num_gpus or 0) // per_engine
+    engines = 0 if draft.external_engines else engines
     trainers = 0 if draft.debug.debug_rollout_only else cluster.world_size
     critics = f", {trainers} critic" if trainers and draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS else ""
     why = "--device cpu" if "device" in draft.given else "no CUDA device"

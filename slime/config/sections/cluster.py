@@ -38,19 +38,25 @@ class ClusterConfig(Section):
     offload: bool = flag(False, doc="Short for --offload-train --offload-rollout.")
     offload_train: bool | None = flag(
         None,
-        doc="Move the training state off the GPU while generating. Default: as --colocate, on a CPU, where "
-        "there is nothing to move; not available on CUDA in this version.",
+        doc="Move the training state from the GPU to host memory while generating, and a PPO run's two models in "
+        "turn. Default: with --colocate and with a critic. On a CPU there is nothing to move.",
     )
     offload_rollout: bool | None = flag(None, doc="Release the engines' memory while training. Default: as --colocate.")
     distributed_backend: str = flag(
         "nccl", choices=("nccl", "gloo"), doc="Process group backend of the trainer; gloo wherever --device is cpu."
     )
     distributed_timeout_minutes: int = flag(10, at_least=1, doc="Bound on every collective of the trainer.")
-    use_fault_tolerance: bool = flag(False, doc="Check engines regularly and replace one that stopped answering.")
+    use_fault_tolerance: bool = flag(
+        False, doc="Replace engines and routers that die, freeze or answer nonsense, and issue their requests again."
+    )
     rollout_health_check_interval: float = flag(30.0, above=0, doc="Seconds between two checks of an engine.")
-    rollout_health_check_timeout: float = flag(30.0, above=0, doc="Seconds an engine has to answer a check.")
+    rollout_health_check_timeout: float = flag(
+        30.0,
+        above=0,
+        doc="Seconds an engine has to answer a check; two failures in a row count. SGLang needs one at least.",
+    )
     rollout_health_check_first_wait: float = flag(
-        0.0, at_least=0, doc="Seconds after an engine started or woke before its first check."
+        0.0, at_least=0, doc="Seconds after engines started, woke or got weights before the first check."
     )
     cluster_start_timeout_seconds: float = flag(
         300.0, above=0, doc="Bound on starting Ray and getting the requested resources."

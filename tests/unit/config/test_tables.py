@@ -9,8 +9,10 @@ from pathlib import Path
 from slime.algorithms import ALGORITHMS
 from slime.config.eval_datasets import EvalDatasetConfig
 from slime.config.hf import LOADABLE_MODEL_TYPES
+from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.config.rules.availability import AVAILABLE_VALUES, UNAVAILABLE_EVAL_KEYS
 from slime.config.rules.inputs import REWARD_TYPES
+from slime.config.rules.placement import ADDRESS_BOUND_FLAGS
 from slime.config.schema import all_flag_specs
 from slime.config.sections.algorithm import CRITIC_ESTIMATORS, KL_PENALTY_ESTIMATORS, WHITENED_ESTIMATORS
 from slime.rewards.registry import REWARDS
@@ -36,7 +38,11 @@ RESOLVED_BY_CONFIG = {
     "eval_max_response_len": "becomes eval.eval_datasets",
     "eval_min_new_tokens": "becomes eval.eval_datasets",
     "eval_custom_rm_path": "becomes eval.eval_datasets",
-    "num_gpus_per_node": "bounds the size of an engine in the placement rules",
+    "num_gpus_per_node": "cuts engines into processes in engine_plan",
+    "rollout_num_gpus_per_engine": "cuts rollout slots into engines in engine_plan",
+    "rollout_external_engine_addrs": "becomes Config.external_engines",
+    "sglang_config": "becomes Config.deployment",
+    "prefill_num_servers": "becomes Config.deployment",
     "offload": "becomes offload_train and offload_rollout",
     "train_backend": "has one value",
     "rs_lower_bound": "becomes rs_bounds",
@@ -82,3 +88,7 @@ def test_graders() -> None:
 
 def test_model_families() -> None:
     assert set(FAMILIES) == LOADABLE_MODEL_TYPES
+
+
+def test_flags_that_bind_memory_to_its_place_are_megatrons() -> None:
+    assert ADDRESS_BOUND_FLAGS <= MEGATRON_FLAGS

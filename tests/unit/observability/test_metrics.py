@@ -10,7 +10,6 @@ from slime.observability.metrics import (
     RolloutMetricOptions,
     compute_batch_metrics,
     compute_rollout_metrics,
-    compute_staleness,
     estimate_pass_at_k,
     is_repetitive,
     pass_rate_by_group,
@@ -130,16 +129,6 @@ def test_correct_samples_are_those_that_passed():
     assert "rollout/correct/response_len/mean" not in wrong
 
 
-def test_staleness_counts_versions_behind_the_newest():
-    versions = [("3",), ("1", "3"), ("default",), (), ("4",)]
-    assert compute_staleness(versions, 3) == {
-        "rollout/weight_version/behind": (0 + 2 + 3 + 0) / 4,
-        "rollout/weight_version/stale_share": 0.5,
-    }
-    assert compute_staleness(versions, 0) == {}
-    assert compute_staleness([(), ()], 3) == {}
-
-
 def test_prompt_mismatch_is_told_by_samples_of_one_completion():
     def told(prompt_tokens, versions):
         sample = make_sample(1.0, 3, weight_versions=versions)
@@ -167,6 +156,8 @@ def test_reductions_follow_the_declared_kind():
         "train/step": 4.0,
     }
     assert reduction_of("rollout/zero_std/count_1.0") is Reduction.SUM
+    assert reduction_of("rollout/engine_restarts") is Reduction.SUM
+    assert reduction_of("rollout/requests_reissued") is Reduction.SUM
     assert reduction_of("rollout/dynamic_filter/drop_zero_std_0.0") is Reduction.SUM
     assert reduction_of("train/train_rollout_logprob_abs_diff_p99") is Reduction.MAX
     assert reduction_of("train/ratio_max") is Reduction.MAX
