@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from slime.errors import WaitTimeoutError, WeightSyncError
 from slime.weights import host_pull
 from slime.weights.delta_files import DeltaWriter
-from slime.weights.host_pull import PullRequest, pull
+from slime.weights.host_pull import pull
+from slime.weights.pull_request import PullReport, PullRequest
 
 Weights = dict[str, torch.Tensor]
 
@@ -248,7 +249,7 @@ def test_a_pull_killed_between_two_tensors_starts_over(publisher: Publisher, sur
 
 def test_pulls_of_one_host_take_turns(publisher: Publisher) -> None:
     publisher.publish("a", "b")
-    reports: list[host_pull.PullReport] = []
+    reports: list[PullReport] = []
     threads = [threading.Thread(target=lambda: reports.append(pull(publisher.request()))) for _ in range(4)]
     for thread in threads:
         thread.start()
