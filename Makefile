@@ -37,7 +37,7 @@ test-gpu: setup-dev ## the same checks in fp32 and bf16 on one CUDA device; each
 
 test-sglang: ## tests with the real SGLang on the CPU, in an environment of its own
 	@VENV=.venv-sglang scripts/setup.sh sglang
-	PYTHONPATH=tests/sglang/shim .venv-sglang/bin/python -m pytest tests/sglang
+	PYTHONPATH=$(CURDIR)/tests/sglang/shim .venv-sglang/bin/python -m pytest tests/sglang
 
 test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
 	$(BIN)/python -m pytest tests/e2e/test_interrupted.py

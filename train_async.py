@@ -1,6 +1,6 @@
 """Train with rollouts generated ahead of training; see ``--async-buffer-size``.
 
-Weights never change inside a rollout: before a sync the rollout in progress is finished.
+Before a sync the rollout in progress is finished, unless ``--update-weights-during-rollout`` lets weights change in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def train(config: Config) -> None:
                 if run.save_due(step):
                     run.save(step)
                 if run.sync_due(step):
-                    with rollouts.paused():
+                    with rollouts.ready_for_sync():
                         run.sync_weights()
                 if run.eval_due(step):
                     run.evaluate(step)

@@ -74,7 +74,14 @@ def run_product(args: argparse.Namespace, output: Path) -> SideResult:
     """Run ``args.steps`` steps through the quickstart script and read its ``metrics.jsonl``."""
     command = [str(ROOT / "examples/quickstart/run.sh"), "--num-rollout", str(args.steps)]
     command += ["--eval-interval", str(args.steps), "--save-interval", str(args.steps)]
-    names = {"OUTPUT": output, "MODEL": args.model, "DATA": args.data, "SEED": args.seed, "PYTHON": sys.executable}
+    names: dict[str, object] = {
+        "OUTPUT": output,
+        "MODEL": args.model,
+        "DATA": args.data,
+        "SEED": args.seed,
+        "PYTHON": sys.executable,
+    }
+    names["DYNAMIC_SAMPLING"] = "0"  # TRL's trainer has no such filter: it trains on every group
     env = {**environment(args.threads), **{name: str(value) for name, value in names.items()}}
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=SIDE_TIMEOUT_SECONDS, stdin=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -28,6 +28,7 @@ from slime.config.parse import parse
 from slime.config.plan import plan_text
 from slime.config.reference import help_text
 from slime.config.router_flags import ROUTER_OWNED, ROUTER_POLICIES
+from slime.config.sglang_names import SGLANG_OLDER
 from slime.data.preflight import preflight as data_preflight
 from slime.errors import ConfigError
 from slime.plugin_checks import check_plugins
@@ -150,7 +151,7 @@ def _engine_family(argv: Sequence[str]) -> PrefixFamily:
     except Exception as error:  # noqa: BLE001 - boundary: a foreign package that may not work on this machine
         print(f"slime: SGLang's own parser is not usable ({error}); its recorded flags are used", file=sys.stderr)
         return RECORDED_SGLANG
-    return ArgparseFamily(prefix=RECORDED_SGLANG.prefix, parser=parser, owned=SGLANG_OWNED)
+    return ArgparseFamily(prefix=RECORDED_SGLANG.prefix, parser=parser, owned=SGLANG_OWNED, older=SGLANG_OLDER)
 
 
 def _router_family() -> PrefixFamily:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.replay_data import Int32Array, append_kept_tokens, check_kept_tokens, splice_routes
+from slime.version_spans import VersionSpan, append_spans, check_spans, clip_spans, spans_of_reply
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -87,8 +88,9 @@ class Sample:
     """One prompt with one response, from the data source to the trainer.
 
     Response-aligned columns (``loss_mask``, ``rollout_log_probs``) have ``response_length``
-    entries; ``tokens`` is prompt followed by response. Samples that share ``rollout_id`` are
-    segments of one trajectory and count as one unit in batching and in the loss.
+    entries; ``tokens`` is prompt followed by response. ``weight_version_spans`` says which weights
+    generated which response tokens; ``weight_versions`` names them call by call. Samples that share
+    ``rollout_id`` are segments of one trajectory and count as one unit in batching and in the loss.
     """
 
     Status = Status
@@ -110,6 +112,7 @@ class Sample:
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list[str])
+    weight_version_spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: Int32Array | None = None
     rollout_top_p_token_offsets: Int32Array | None = None
@@ -138,11 +141,12 @@ class Sample:
         return self.reward  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and any attribute set by user code; status as its string, infos as dicts."""
+        """All fields and any attribute set by user code; status as its string, infos and spans as dicts."""
         data = dict(vars(self))
         data["status"] = self.status.value
         data["spec_info"] = asdict(self.spec_info)
         data["prefix_cache_info"] = asdict(self.prefix_cache_info)
+        data["weight_version_spans"] = [asdict(span) for span in self.weight_version_spans]
         return data
 
     @classmethod
@@ -156,6 +160,10 @@ class Sample:
             values["spec_info"] = SpecInfo(**values["spec_info"])
         if isinstance(values.get("prefix_cache_info"), Mapping):
             values["prefix_cache_info"] = PrefixCacheInfo(**values["prefix_cache_info"])
+        values["weight_version_spans"] = [
+            span if isinstance(span, VersionSpan) else VersionSpan(**span)
+            for span in cast("Sequence[Any]", values.get("weight_version_spans") or ())
+        ]
         sample = cls(**values)
         for key, value in data.items():
             if key not in known:
@@ -183,7 +191,7 @@ class Sample:
             trainable: Whether the span gets loss mask 1.
             meta_info: Engine reply; top-p sets, routed experts, counters, finish reason.
             text: Decoded span; appended to ``response`` even when ``tokens`` is empty.
-            update_terminal_info: Whether status, counters and weight version follow ``meta_info``.
+            update_terminal_info: Whether status, counters and weight versions follow ``meta_info``.
 
         Raises:
             ValueError: A column would lose its alignment with the response.
@@ -206,9 +214,18 @@ class Sample:
         self.rollout_routed_experts = splice_routes(
             self.rollout_routed_experts, num_tokens=len(self.tokens), meta_info=meta_info, args=args
         )
+        if trainable:
+            self._note_versions(span, meta_info)
         if update_terminal_info and meta_info:
             self._apply_terminal_info(args, meta_info)
         self.check_alignment()
+
+    def _note_versions(self, span: list[int], meta_info: Mapping[str, Any]) -> None:
+        """Note the weights of the last ``span`` tokens, which an engine generated."""
+        earlier = self.response_length - len(span)
+        # Functions of users shorten a response or start again without a word to this column.
+        known = clip_spans(self.weight_version_spans, earlier)
+        self.weight_version_spans = append_spans(known, spans_of_reply(meta_info, len(span)), earlier)
 
     def _append_columns(self, span: list[int], log_probs: Sequence[float] | None, trainable: bool) -> None:
         if log_probs is not None and len(log_probs) != len(span):
@@ -233,8 +250,10 @@ class Sample:
         if args is not None and args.sglang_speculative_algorithm:
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
-        if "weight_version" in meta_info:
-            self.weight_versions.append(str(meta_info["weight_version"]))
+        called = [str(row["version"]) for row in meta_info.get("weight_versions") or ()]
+        if not called and "weight_version" in meta_info:
+            called = [str(meta_info["weight_version"])]
+        self.weight_versions.extend(called)
         finish: Mapping[str, Any] = meta_info.get("finish_reason") or {}
         reason = str(finish.get("type"))
         status = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}.get(reason)
@@ -285,7 +304,8 @@ class RolloutBatch:
     means that nothing was cut. ``rollout_log_probs`` are then those of the cut distribution. Row t of
     ``rollout_routed_experts[i]`` are the experts of token t in every layer, -1 (``UNROUTED``) where no
     engine has routed it and 0 in dense layers; the last token was never run and has no row. Samples
-    without a record in a batch that has some get empty sets and -1.
+    without a record in a batch that has some get empty sets and -1. ``weight_version_spans[i]`` are empty
+    where nobody recorded which weights generated the tokens.
     """
 
     rollout_id: int
@@ -300,6 +320,7 @@ class RolloutBatch:
     rollout_ids: list[int]  # N
     rollout_mask_sums: list[float]  # N
     weight_versions: list[tuple[str, ...]]  # N
+    weight_version_spans: list[tuple[VersionSpan, ...]] | None = None  # N, over the R_i response tokens
     rollout_log_probs: list[Float32Array] | None = None  # N x [R_i]
     teacher_log_probs: list[Float32Array] | None = None  # N x [R_i]
     values: list[Float32Array] | None = None  # N x [R_i], the critic's, before its update
@@ -326,6 +347,11 @@ class RolloutBatch:
             for i, (row, length) in enumerate(zip(rows or [], self.response_lengths if rows else [], strict=True)):
                 if len(row) != length:
                     raise ValueError(f"{name}[{i}] has {len(row)} entries, response_lengths[{i}] is {length}")
+        for i, spans in enumerate(self.weight_version_spans or []):
+            try:
+                check_spans(spans, self.response_lengths[i])
+            except ValueError as error:
+                raise ValueError(f"weight_version_spans[{i}]: {error}") from None
         self._check_replay_columns()
 
     def _check_replay_columns(self) -> None:

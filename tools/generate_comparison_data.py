@@ -1,8 +1,10 @@
 """Generate prompts that ask for the larger of two numbers, as ``train.jsonl`` and ``eval.jsonl``.
 
 A row is ``{"prompt": [messages], "label": "82"}``. No pair of numbers of the evaluation set occurs in the
-training set in either order, so a rising held-out score cannot come from remembered questions. The same
-seed gives the same bytes.
+training set in either order, so a rising held-out score cannot come from remembered questions. Training rows
+come in twos, a pair of numbers in both orders: read in the order of the file, every batch of an even number of
+prompts pays the same for always naming the first number as for always naming the second, so that only comparing
+gains anything. The same seed gives the same bytes.
 """
 
 import argparse
@@ -26,20 +28,24 @@ def generate_rows(num_train: int, num_eval: int, seed: int) -> tuple[list[dict[s
     """Return (training rows, evaluation rows).
 
     Args:
-        num_train: rows of the training set.
+        num_train: rows of the training set, an even number.
         num_eval: rows of the evaluation set.
         seed: seed of the choice of pairs and of the order within each.
 
     Raises:
-        ValueError: more rows are asked for than there are pairs.
+        ValueError: the training rows are not in twos, or more pairs are asked for than there are.
     """
+    if num_train % 2:
+        raise ValueError(f"{num_train} training rows asked for; they come in twos, so ask for an even number")
     pairs = list(combinations(range(LOWEST, HIGHEST + 1), 2))
-    if num_train + num_eval > len(pairs):
-        raise ValueError(f"{num_train} + {num_eval} rows asked for, but there are {len(pairs)} pairs of numbers")
+    num_pairs = num_train // 2 + num_eval
+    if num_pairs > len(pairs):
+        raise ValueError(f"{num_pairs} pairs of numbers needed, but there are {len(pairs)}")
     generator = random.Random(seed)
-    chosen = generator.sample(pairs, num_train + num_eval)
-    rows = [build_row(*(pair if generator.random() < 0.5 else pair[::-1])) for pair in chosen]
-    return rows[:num_train], rows[num_train:]
+    chosen = [pair if generator.random() < 0.5 else pair[::-1] for pair in generator.sample(pairs, num_pairs)]
+    train_pairs, eval_pairs = chosen[: num_train // 2], chosen[num_train // 2 :]
+    train_rows = [build_row(*order) for pair in train_pairs for order in (pair, pair[::-1])]
+    return train_rows, [build_row(*pair) for pair in eval_pairs]
 
 
 def build_row(first: int, second: int) -> dict[str, object]:

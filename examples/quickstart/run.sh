@@ -3,7 +3,8 @@
 #
 #   examples/quickstart/run.sh [more flags for train.py]
 #
-# Environment: SEED (1), OUTPUT (outputs/quickstart/seed-$SEED), MODEL, DATA, PYTHON, OMP_NUM_THREADS (all cores).
+# Environment: SEED (1), OUTPUT (outputs/quickstart/seed-$SEED), MODEL, DATA, PYTHON, OMP_NUM_THREADS (all cores),
+# DYNAMIC_SAMPLING (1; 0 trains on every group, also on those that teach nothing).
 # Started again after an interruption it goes on from the last checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -52,7 +53,6 @@ ROLLOUT_ARGS=(
     --input-key prompt
     --label-key label
     --apply-chat-template
-    --rollout-shuffle
     --custom-rm-path examples/quickstart/reward.py
     --num-rollout 50
     --rollout-batch-size 8
@@ -63,6 +63,14 @@ ROLLOUT_ARGS=(
     --rollout-max-response-len 8
     --rollout-temperature 1.0
 )
+# A group whose answers all got the same reward has no gradient. Once the model always names the first number nearly
+# all groups are like that, and training would stay there: sample until 8 groups have both right and wrong answers.
+if [[ ${DYNAMIC_SAMPLING:-1} == 1 ]]; then
+    ROLLOUT_ARGS+=(
+        --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+        --over-sampling-batch-size 16
+    )
+fi
 LOG_ARGS=(
     --output-dir "$OUTPUT"
 )

@@ -2,7 +2,8 @@
 
 Owns the bounded queue of ``train_async.py``: at most N rollouts are in progress or finished and
 waiting. Tests hold: N = 1 begins rollout k + 1 exactly when k is taken; nothing generates inside
-``paused``; a failed rollout raises where it is taken; staleness never passes the bound.
+``paused``, and what is in progress goes on where syncs may happen inside; a failed rollout raises where it is taken;
+staleness never passes the bound.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class AsyncRollouts(Generic[T]):
         num_rollout: Exclusive end.
         buffer_size: N, how many rollouts may be in progress or waiting.
         timeout_seconds: Bound of each wait for a rollout.
+        syncs_inside: Whether weights may change in the middle of a rollout.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class AsyncRollouts(Generic[T]):
         num_rollout: int,
         buffer_size: int,
         timeout_seconds: float,
+        syncs_inside: bool = False,
     ) -> None:
+        self._syncs_inside = syncs_inside
         self._generate = generate
         self._next_step = first_step
         self._num_rollout = num_rollout
@@ -86,6 +90,15 @@ class AsyncRollouts(Generic[T]):
             rollout = self._finished.pop(step)
             self._changed.notify_all()
         return rollout
+
+    @contextmanager
+    def ready_for_sync(self) -> Iterator[None]:
+        """Come to where weights may change: the end of the rollout in progress, unless that may go on meanwhile."""
+        if self._syncs_inside:
+            yield
+            return
+        with self.paused():
+            yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.cluster.sglang_command import cpu_environment, cpu_presets, sglang_flags
 from slime.config import Config
 from slime.config.embedded_flags import embedded_values
 
@@ -37,17 +38,35 @@ def engine_command(config: Config, *, index: int, host: str, port: int, base_gpu
     if backend == "sglang":
         values |= {
             "trust_remote_code": True,
-            "enable_memory_saver": bool(config.cluster.offload_rollout),
+            "enable_memory_saver": bool(config.cluster.offload_rollout) and config.cluster.device == "cuda",
             "tp_size": gpus // int(config.sglang.get("pp_size", 1)),
             "base_gpu_id": base_gpu_id if config.cluster.device == "cuda" else 0,
             "gpu_id_step": 1,
             "skip_server_warmup": True,
             "enable_metrics": True,
         }
+        if config.cluster.device == "cpu":
+            values |= cpu_presets(config, config.sglang)
     values |= embedded_values(config.sglang) if backend == "embedded" else config.sglang
     if values.get("log_level"):
         values["log_level"] = str(values["log_level"]).lower()  # written in capitals in many launch scripts
-    return [sys.executable, "-m", _MODULES[backend], *flags_of(values)]
+    flags = sglang_flags(values) if backend == "sglang" else flags_of(values)
+    return [sys.executable, "-m", _MODULES[backend], *flags]
+
+
+def engine_environment(config: Config, *, index: int, num_engines: int, cores: Sequence[int]) -> dict[str, str]:
+    """What the environment of one engine's process has besides ours.
+
+    Args:
+        config: Resolved configuration.
+        index: Number of the engine.
+        num_engines: Engines on the machine.
+        cores: Cores that may be used.
+    """
+    if config.engine.rollout_backend != "sglang" or config.cluster.device != "cpu":
+        return {}
+    ranks = config.cluster.rollout_num_gpus_per_engine
+    return cpu_environment(engine=index, num_engines=num_engines, ranks=ranks, cores=cores)
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ import ray
 from slime import http_control
 from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
-from slime.cluster.engine_commands import engine_command
+from slime.cluster.engine_commands import engine_command, engine_environment
 from slime.cluster.placement import ENGINE_SHARE, Placement
 from slime.cluster.process import ServerProcess, free_port, responds
 from slime.cluster.router import router_command, router_values
@@ -149,8 +149,8 @@ class EngineGroup:
         first_slots = slots[: len(slots) // per_engine * per_engine : per_engine]
         if not first_slots:
             return
-        cores = len(os.sched_getaffinity(0))
-        threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(cores, len(first_slots)))
+        cores = sorted(os.sched_getaffinity(0))
+        threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(cores), len(first_slots)))
         for index, slot in enumerate(first_slots):
             # Engines place themselves by GPU id: show them every GPU of the node.
             env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -166,7 +166,9 @@ class EngineGroup:
                 base_gpu_id=self._placement.slots[slot].gpu_id or 0,
             )
             log_path = self._log_dir / f"engine_{index}.log"
-            process_env = {"OMP_NUM_THREADS": str(threads)}
+            process_env = {"OMP_NUM_THREADS": str(threads)} | engine_environment(
+                self._config, index=index, num_engines=len(first_slots), cores=cores
+            )
             self._get(actor.launch.remote(command, log_path, process_env), f"engine {index} to be launched")
             url = f"http://{host}:{port}"
             self.urls.append(url)

@@ -310,6 +310,7 @@ class Run:
             num_rollout=self.num_rollout,
             buffer_size=self.config.rollout.async_buffer_size,
             timeout_seconds=self.config.cluster.rollout_timeout_seconds,
+            syncs_inside=self.config.weights.update_weights_during_rollout,
         )
 
     def summary(self) -> str:

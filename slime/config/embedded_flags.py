@@ -94,8 +94,8 @@ def check_embedded_flags(draft: Draft, values: Mapping[str, Any]) -> None:
         elif name not in SGLANG_FLAGS or value != SGLANG_DEFAULTS[name]:
             shown = "" if value is True or name in SGLANG_SECRETS else f" {words(value)}"
             draft.problems.append(
-                f"{flag}{shown}: the embedded engine, which generates in this version, does not have this, and "
-                "ignoring it would change results, interfaces or security; leave it out"
+                f"{flag}{shown}: the embedded engine does not have this, and ignoring it would change results, "
+                "interfaces or security; leave it out or use --rollout-backend sglang"
             )
     if ignored:
         verb = "has" if len(ignored) == 1 else "have"

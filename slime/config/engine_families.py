@@ -120,6 +120,7 @@ class ArgparseFamily:
         owned: Attribute that slime sets -> what the user changes instead.
         renamed: Attribute of the parser -> attribute of the package's Python API.
         choices: Attribute -> accepted values, where slime accepts other ones than the parser.
+        older: Flag without dashes that the parser may no longer know -> tokens in its place, the first a flag.
     """
 
     prefix: str
@@ -127,6 +128,7 @@ class ArgparseFamily:
     owned: Mapping[str, str] = field(default_factory=dict[str, str])
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    older: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     def __post_init__(self) -> None:
         for action in self.parser._actions:  # pyright: ignore[reportPrivateUsage]
@@ -141,7 +143,9 @@ class ArgparseFamily:
     def flag_names(self) -> frozenset[str]:
         """Every accepted flag, with the prefix."""
         refused = self.refused()
-        return frozenset(name for o in self._options() if (name := self._with_prefix(o)) not in refused)
+        options = set(self._options())
+        older = [f"--{name}" for name, (present, *_) in self.older.items() if f"--{present}" in options]
+        return frozenset(name for o in (*options, *older) if (name := self._with_prefix(o)) not in refused)
 
     def _with_prefix(self, option: str) -> str:
         return self.prefix + option[2:] if self.prefix else option
@@ -156,14 +160,18 @@ class ArgparseFamily:
         Raises:
             ConfigError: Unknown flags and unusable values, all of them.
         """
-        accepted = self.flag_names()
+        accepted, options = self.flag_names(), set(self._options())
         problems: list[str] = []
         result: dict[str, Any] = {}
         for flag, *values in groups:
             if flag not in accepted:
                 problems.append(unknown_flag(flag, known or accepted))
                 continue
-            option = "--" + flag.removeprefix(self.prefix or "--")
+            name = flag.removeprefix(self.prefix or "--")
+            option = f"--{name}"
+            if option not in options:
+                present, *meant = self.older[name]
+                option, values = f"--{present}", [*meant, *values]
             try:
                 parsed = vars(self.parser.parse_args([option, *values]))
             except (ValueError, argparse.ArgumentTypeError) as error:

@@ -26,6 +26,7 @@ from slime.config.rules.parallel import check_parallel
 from slime.config.schema import SECTIONS, Config, all_flag_specs
 from slime.config.sections import CheckpointConfig
 from slime.config.sections.algorithm import CRITIC_ESTIMATORS
+from slime.config.sglang_checks import check_sglang_flags
 from slime.config.tokens import FlagGroup, group_tokens, read_values, unknown_flag
 from slime.errors import ConfigError
 
@@ -108,6 +109,7 @@ def parse(
     draft = own_line.draft(problems)
     engine_values = _prefixed(families.sglang, split.sglang, specs, draft)
     check_embedded_flags(draft, engine_values)
+    check_sglang_flags(draft, engine_values)
     router_values = _prefixed(families.router, split.router, specs, draft)
     if families.custom is not None:
         extra.update(_foreign(families.custom, split.custom, draft))

@@ -27,6 +27,7 @@ from slime.data.dataset import get_source
 from slime.errors import PluginError
 from slime.plugins import load_plugin
 from slime.types import Float32Array, RolloutBatch, Sample, SampleArgs, Status
+from slime.version_spans import VersionSpan, clip_spans
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
         rollout_ids=rollout_ids,
         rollout_mask_sums=rollout_mask_sums(loss_masks, rollout_ids),
         weight_versions=[tuple(sample.weight_versions) for sample in samples],
+        weight_version_spans=_span_column(samples),
         rollout_log_probs=_aligned_column("rollout_log_probs", samples),
         teacher_log_probs=_aligned_column("teacher_log_probs", samples),
         rollout_top_p_token_ids=kept_ids,
@@ -271,6 +273,12 @@ def _aligned_column(name: str, samples: list[Sample]) -> list[Float32Array] | No
         logger.warning("%d of %d samples have no %s; the column is left out of this rollout", missing, len(rows), name)
         return None
     return [np.asarray(row if row is not None else [], dtype=np.float32) for row in rows]
+
+
+def _span_column(samples: list[Sample]) -> list[tuple[VersionSpan, ...]] | None:
+    """Spans of weight versions; None where no sample has any."""
+    rows = [tuple(clip_spans(sample.weight_version_spans, sample.response_length)) for sample in samples]
+    return rows if any(rows) else None
 
 
 def _metadata_column(samples: list[Sample]) -> list[dict[str, Any] | None] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from slime.errors import PluginError
 from slime.replay_data import no_kept_tokens, no_routes
 from slime.types import Float32Array, Int32Array, RolloutBatch
+from slime.version_spans import VersionSpan
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 _REQUIRED = ("tokens", "response_lengths", "rewards")
@@ -28,6 +29,7 @@ _TYPED = frozenset(
         "loss_masks",
         "rollout_mask_sums",
         "weight_versions",
+        "weight_version_spans",
         "rollout_log_probs",
         "teacher_log_probs",
         "values",
@@ -132,6 +134,7 @@ def batch_to_columns(batch: RolloutBatch) -> dict[str, Any]:
         "weight_versions": batch.weight_versions,
     }
     optional = {
+        "weight_version_spans": batch.weight_version_spans,
         "rollout_log_probs": batch.rollout_log_probs,
         "teacher_log_probs": batch.teacher_log_probs,
         "values": batch.values,
@@ -188,6 +191,7 @@ def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: S
             rollout_mask_sums=[float(s) for s in columns.get("rollout_mask_sums") or ()]
             or rollout_mask_sums(loss_masks, rollout_ids),
             weight_versions=[tuple(v) for v in columns.get("weight_versions") or [()] * n],
+            weight_version_spans=_span_rows(columns.get("weight_version_spans")),
             rollout_log_probs=_float_rows(columns.get("rollout_log_probs")),
             teacher_log_probs=_float_rows(columns.get("teacher_log_probs")),
             values=_float_rows(columns.get("values")),
@@ -200,6 +204,15 @@ def batch_from_columns(rollout_id: int, columns: Mapping[str, Any], group_ids: S
         )
     except (TypeError, ValueError) as error:
         raise PluginError(f"{_FLAG}: the returned columns do not make a batch: {error}") from error
+
+
+def _span_rows(rows: Any) -> list[tuple[VersionSpan, ...]] | None:
+    if rows is None:
+        return None
+    return [
+        tuple(span if isinstance(span, VersionSpan) else VersionSpan(**span) for span in row)
+        for row in cast(Sequence[Sequence[Any]], rows)
+    ]
 
 
 def _float_rows(rows: Any) -> list[Float32Array] | None:

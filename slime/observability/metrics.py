@@ -241,28 +241,6 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     return metrics
 
 
-def compute_staleness(versions: Sequence[Sequence[str]], newest: int) -> dict[str, float]:
-    """How old the weights were that generated a rollout.
-
-    Args:
-        versions: Per sample the weight versions of its tokens; none where nobody recorded them.
-        newest: Version that the engines were given last; 0 before the first.
-
-    Returns:
-        ``rollout/weight_version/behind``, mean number of versions by which a sample's oldest token lags, and
-        ``rollout/weight_version/stale_share``, samples with such a token. A name that is no number is the
-        engine's own for weights that it loaded itself, which is version 0.
-    """
-    oldest = [min(int(v) if v.isdigit() else 0 for v in row) for row in versions if row]
-    if not newest or not oldest:
-        return {}
-    behind = [max(newest - version, 0) for version in oldest]
-    return {
-        "rollout/weight_version/behind": statistics.fmean(behind),
-        "rollout/weight_version/stale_share": sum(b > 0 for b in behind) / len(behind),
-    }
-
-
 def pass_rate_metrics(rewards: Sequence[Sequence[float]], prefix: str) -> dict[str, float]:
     """``{prefix}pass@k`` for k = 1, 2, 4 … up to the smallest group; nothing for single samples.
 

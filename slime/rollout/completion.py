@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,39 +18,17 @@ from slime.data.templates import render_prompt
 from slime.errors import DataError, EngineError
 from slime.observability.trace import trace_span
 from slime.replay_data import decode_int32
-from slime.rollout.context import RolloutContext
+from slime.rollout.context import RolloutContext, RolloutTurn
+from slime.rollout.continuation import Completion, Draft
+from slime.rollout.stops import StopConditions
 from slime.types import Sample
+
+__all__ = [
+    "Completion", "complete", "prompt_token_ids", "render_ids", "request_seed", "template_kwargs", "token_budget",
+]  # fmt: skip
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 TRACED = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What the engine generated.
-
-    Args:
-        token_ids: ``[n]`` ids, the stop token included.
-        log_probs: ``[n]`` log-probs of them.
-        text: The engine's text.
-        meta_info: The rest of the reply, with top-p sets and routed experts in ``Sample``'s form.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    text: str
-    meta_info: Mapping[str, Any]
-
-    @property
-    def finish_type(self) -> str:
-        """``stop``, ``length`` or ``abort``."""
-        return str((self.meta_info.get("finish_reason") or {}).get("type"))
-
-    @property
-    def ends_with_stop_token(self) -> bool:
-        """Whether the last id is the token that ended generation, and not part of the text."""
-        reason = self.meta_info.get("finish_reason") or {}
-        return bool(self.token_ids) and reason.get("type") == "stop" and reason.get("matched") == self.token_ids[-1]
 
 
 def prompt_token_ids(context: RolloutContext, sample: Sample) -> list[int]:
@@ -96,7 +73,7 @@ async def complete(
     *,
     routes_from: int = 0,
 ) -> Completion:
-    """Ask an engine for one completion.
+    """Ask the engines for one completion; what is aborted for a weight update is continued on the new weights.
 
     Where sampling cuts the distribution, a training request asks for the kept tokens too, and the log-probs are those
     of the cut distribution: what training computes with the same tokens kept.
@@ -105,19 +82,34 @@ async def complete(
         context: The rollout's handle.
         sample: Its session id routes the request.
         input_ids: ``[n]`` prompt ids.
-        sampling_params: In the engine's names.
+        sampling_params: In the engine's names, ``max_new_tokens`` among them.
         routes_from: Leading tokens whose routed experts are known already.
+
+    Returns:
+        The completion; its finish type is ``abort`` if the rollout ends what still runs, or an engine refuses.
 
     Raises:
         EngineError: The engine refused, or its reply does not fit together.
         WaitTimeoutError: No engine answered.
     """
-    args = context.args
-    evaluation = context.turn.evaluation
+    turn = context.turn
     params = {k: v for k, v in sampling_params.items() if v is not None}
-    params.setdefault("sampling_seed", request_seed(args.rollout_seed, sample, len(input_ids), evaluation=evaluation))
-    payload: dict[str, Any] = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
-    replay = {} if evaluation else _replay_fields(args, params, routes_from)
+    stops = StopConditions.of(params, context.end_token_ids, context.tokenizer)
+    draft = Draft(input_ids, params, stops, routes_from=routes_from)
+    while True:
+        draft.add(await _request(context, turn, sample, draft))
+        # Whoever ends the rollout says so before it aborts; every other abort is for new weights. An engine that is
+        # paused for them holds the request until it goes on.
+        if turn.aborted or not draft.is_interrupted:
+            return draft.completion()
+
+
+async def _request(context: RolloutContext, turn: RolloutTurn, sample: Sample, draft: Draft) -> Completion:
+    """Send one request and read its reply."""
+    args, input_ids, params = context.args, draft.input_ids, draft.params
+    params["sampling_seed"] = _seed(args, sample, draft, evaluation=turn.evaluation)
+    payload: dict[str, Any] = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
+    replay = {} if turn.evaluation else _replay_fields(args, params, draft.routes_from)
     base_url = None
     if replay:
         # The router drops these fields, so such requests go straight to a worker; the session
@@ -132,6 +124,15 @@ async def complete(
         completion = _read_reply(args, reply, replay)
         span.update({name: completion.meta_info[name] for name in TRACED if name in completion.meta_info})
     return completion
+
+
+def _seed(args: Any, sample: Sample, draft: Draft, *, evaluation: bool) -> int:
+    """Seed of the next request: the caller's for an output's first part, and one that depends on it for the others."""
+    given = draft.params.get("sampling_seed")
+    if given is not None and not draft.output_ids:
+        return given
+    base = args.rollout_seed if given is None else given
+    return request_seed(base, sample, len(draft.input_ids), evaluation=evaluation)
 
 
 def _replay_fields(args: Any, params: Mapping[str, Any], routes_from: int) -> dict[str, Any]:
@@ -160,6 +161,8 @@ def _read_reply(args: Any, reply: Mapping[str, Any], replay: Mapping[str, Any]) 
     meta: dict[str, Any] = dict(reply["meta_info"])
     # Pairs without the ids of top candidates, once read, would only be carried along.
     triples = meta.pop("output_token_logprobs", None)
+    if _lacks_records(meta, triples, replay):  # aborted in the queue: the output is asked for again
+        return Completion([], [], "", meta)
     if triples is None:
         raise EngineError(f"the engine answered without output_token_logprobs; keys found: {sorted(meta)}")
     token_ids = [int(t[1]) for t in triples]
@@ -172,6 +175,19 @@ def _read_reply(args: Any, reply: Mapping[str, Any], replay: Mapping[str, Any]) 
     if "return_routed_experts" in replay and (token_ids or meta.get("routed_experts") is not None):
         _read_routes(args, meta, replay["routed_experts_start_len"])
     return Completion(token_ids, log_probs, str(reply.get("text") or ""), meta)
+
+
+def _lacks_records(meta: Mapping[str, Any], triples: Any, replay: Mapping[str, Any]) -> bool:
+    """Whether an aborted answer comes without what training needs of its tokens."""
+    if (meta.get("finish_reason") or {}).get("type") != "abort":
+        return False
+    mask = meta.get("output_token_sampling_mask")
+    routes = meta.get("routed_experts")
+    return (
+        triples is None
+        or ("return_sampling_mask" in replay and mask is None)
+        or ("return_routed_experts" in replay and routes is None)
+    )
 
 
 def _read_kept_tokens(args: Any, meta: dict[str, Any], count: int) -> list[float]:

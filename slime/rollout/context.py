@@ -28,6 +28,7 @@ from slime.rollout.failures import FailureBudget
 from slime.rollout.hooks import CustomGenerate, RolloutHooks
 from slime.rollout.loop import ConcurrencyLimit, LoopThread
 from slime.rollout.progress import Progress
+from slime.rollout.stops import end_token_ids
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutGroup, call_rollout_fn
 from slime.types import Sample
 
@@ -82,6 +83,7 @@ class RolloutContext:
         args: Flat arguments, this context among them; what every rollout function receives.
         client: HTTP to the router.
         tokenizer: Tokenizer of ``--hf-checkpoint``.
+        end_token_ids: Tokens that end an output of it by themselves.
         progress: Where rollouts and evaluations state how far they are; to be read from any thread.
         limit: Samples that may generate at once.
         rewards: Grades samples.
@@ -99,6 +101,7 @@ class RolloutContext:
         self.client = client
         self.loop_thread = loop_thread
         self.tokenizer = tokenizer
+        self.end_token_ids = end_token_ids(args.hf_checkpoint, tokenizer)
         self.progress = progress
         self.hooks = RolloutHooks.load(self.args)
         self.rewards = RewardService(self.args)

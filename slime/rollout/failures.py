@@ -124,5 +124,6 @@ def clear_response(sample: Sample) -> None:
     sample.rollout_top_p_token_offsets = None
     sample.rollout_routed_experts = None
     sample.weight_versions = []
+    sample.weight_version_spans = []
     sample.reward = None
     sample.status = Status.PENDING

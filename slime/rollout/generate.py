@@ -24,6 +24,7 @@ from slime.rollout.context import RolloutContext
 from slime.rollout.conversation import generate_single, generate_with_list_form
 from slime.rollout.failures import TooManyFailuresError, reset_response
 from slime.rollout.hooks import check_generated
+from slime.rollout.offpolicy import NOTHING_EARLIER, mask_earlier_tokens, mask_older_tokens
 from slime.rollout.types import GroupItem, RolloutGroup, iter_samples
 from slime.types import Sample, Status
 
@@ -96,15 +97,17 @@ async def generate_and_rm(
         TooManyFailuresError: More samples failed than may.
     """
     context = RolloutContext.of(args)
-    stale = args.partial_rollout and args.mask_offpolicy_in_partial_rollout and not evaluation
-    if stale and sample.response_length and sample.status is not Status.FAILED:
-        sample.loss_mask = [0] * sample.response_length
+    masks = args.partial_rollout and args.mask_offpolicy_in_partial_rollout and not evaluation
+    is_resumed = sample.response_length > 0 and sample.status is not Status.FAILED
+    earlier = mask_earlier_tokens(sample) if masks and is_resumed else NOTHING_EARLIER
     if sample.status is Status.ABORTED:
         trace_next_attempt(sample)
     item: GroupItem = sample
     if sample.status not in FINISHED:
         with user_code(context, [sample], "generate"), trace_span(sample, "generate_and_rm"):
             item = await _generate_item(context, sample, sampling_params, evaluation)
+            for produced in iter_samples([item]) if masks else ():
+                mask_older_tokens(produced, earlier)
     if args.group_rm and not evaluation:
         return item
     return await _score_item(context, item)

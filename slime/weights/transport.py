@@ -29,6 +29,7 @@ from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
 from slime.http_control import HttpStatusError, in_parallel, request
 from slime.weights.checksum import tensor_checksum
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.pause import pause_mode_for
 from slime.weights.precision import held_dtype
 from slime.weights.report import Bucket, SyncReport
 
@@ -63,6 +64,7 @@ class TensorUpdater:
                 [endpoint.url for endpoint in endpoints],
                 timeout_seconds=self._config.weights.weight_sync_timeout_seconds,
                 bucket_bytes=self._config.weights.update_weight_buffer_size,
+                pause_mode=pause_mode_for(self._config, endpoints),
             )
 
     def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from slime.observability.tracking import read_metrics
 from tests.support.tiny_models import make_tiny_model
 
@@ -211,5 +213,10 @@ def assert_nothing_left(mark: str) -> None:
 
 
 def orphaned_scratch() -> list[Path]:
-    """Scratch directories, which are named after their driver, whose driver is gone; others may be of other runs."""
-    return [path for path in Path("/tmp").glob("slime-*-*") if not Path("/proc", path.name.split("-")[1]).exists()]
+    """Scratch directories, which are named after their driver, whose driver is gone.
+
+    Those of runs before this process are not of the tests: somebody may have killed a run with its guardian.
+    """
+    since = psutil.Process().create_time()
+    orphans = [path for path in Path("/tmp").glob("slime-*-*") if not Path("/proc", path.name.split("-")[1]).exists()]
+    return [path for path in orphans if path.exists() and path.stat().st_mtime >= since]

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +45,11 @@ class Server:
     model_path: Path
     process: subprocess.Popen[bytes]
     log_path: Path
+
+
+def can_run_sglang() -> bool:
+    """Whether this interpreter has SGLang and was started with the shim on its path."""
+    return find_spec("sglang") is not None and str(_SHIM) in {str(Path(entry).resolve()) for entry in sys.path}
 
 
 def shim_environment() -> dict[str, str]:

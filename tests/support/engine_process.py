@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,7 +36,21 @@ def router_process(worker_urls: Sequence[str], policy: str = "round_robin") -> I
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     metrics = ["--prometheus-port", str(free_port())]
     with _process([*command, "--policy", policy, *metrics, "--worker-urls", *worker_urls], port, "/readiness"):
-        yield f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        _wait_for_workers(url, len(worker_urls))
+        yield url
+
+
+def _wait_for_workers(router_url: str, count: int) -> None:
+    """The router calls itself ready with its first worker; until the others are in, that one gets everything."""
+    give_up_at = time.monotonic() + START_SECONDS
+    while time.monotonic() < give_up_at:
+        with urllib.request.urlopen(f"{router_url}/workers", timeout=5) as response:
+            workers = json.load(response)["workers"]
+        if sum(worker["is_healthy"] for worker in workers) == count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{router_url} did not accept {count} workers within {START_SECONDS:g} s")
 
 
 @contextmanager

@@ -88,6 +88,16 @@ class FakeEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
+    def switch(self, version: str) -> None:
+        """New weights: what generates now ends with its first token, as in an update that aborts."""
+
+        def change() -> None:
+            self.weight_version = version
+            self._aborted.set()
+            self._aborted = asyncio.Event()
+
+        self._loop.call_soon_threadsafe(change)
+
     async def until_running(self, count: int) -> None:
         """Wait until ``count`` generations run at the same time."""
 
@@ -134,6 +144,7 @@ class FakeEngine:
         if faulty is not None:
             return faulty
         answer = self.answer(body["input_ids"], body["sampling_params"])
+        version = self.weight_version
         with self._changed:
             self.running += 1
             self.max_running = max(self.max_running, self.running)
@@ -152,7 +163,7 @@ class FakeEngine:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(answer.token_ids),
             "cached_tokens": len(body["input_ids"]) // 2,
-            "weight_version": self.weight_version,
+            "weight_version": version,
             "output_token_logprobs": [[-0.5 - i / 100, t, None] for i, t in enumerate(answer.token_ids)],
         }
         if self.sampling_masks and body.get("return_sampling_mask"):

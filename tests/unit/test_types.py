@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.types import PrefixCacheInfo, RolloutBatch, Sample, SpecInfo, Status
+from slime.version_spans import VersionSpan
 
 ARGS = SimpleNamespace(sglang_speculative_algorithm=None)
 
@@ -31,6 +32,7 @@ def test_dict_round_trip_keeps_everything() -> None:
         status=Status.ABORTED,
         spec_info=SpecInfo(spec_accept_token_num=3),
         prefix_cache_info=PrefixCacheInfo(cached_tokens=2),
+        weight_version_spans=[VersionSpan("1", 0, 1)],
         rollout_routed_experts=np.ones((2, 1, 1), dtype=np.int32),
     )
     sample.custom = {"a": 1}  # type: ignore[attr-defined]
@@ -41,6 +43,8 @@ def test_dict_round_trip_keeps_everything() -> None:
     again = Sample.from_dict(data)
     assert data == frozen
     assert again.status is Status.ABORTED
+    assert data["weight_version_spans"] == [{"version": "1", "start": 0, "end": 1}]
+    assert again.weight_version_spans == [VersionSpan("1", 0, 1)]
     assert vars(again)["custom"] == {"a": 1}
     np.testing.assert_equal(again.to_dict(), data)
 
@@ -131,6 +135,24 @@ def test_finish_reasons(reason: str, status: Status) -> None:
     quiet = prompted()
     quiet.append_response_tokens(ARGS, tokens=[3], log_probs=[-1], meta_info=meta, update_terminal_info=False)
     assert (quiet.status, quiet.weight_versions) == (Status.PENDING, [])
+
+
+def test_spans_of_weight_versions_follow_the_response() -> None:
+    def reply(*rows: tuple[str, int, int]) -> dict[str, object]:
+        spans = [{"version": v, "start": a, "end": b} for v, a, b in rows]
+        return {"weight_versions": spans, "weight_version": rows[-1][0]}
+
+    sample = prompted()
+    sample.append_response_tokens(ARGS, tokens=[3, 4], log_probs=[-1, -1], meta_info=reply(("1", 0, 1), ("2", 1, 2)))
+    sample.append_response_tokens(ARGS, tokens=[5], log_probs=[-1], meta_info=reply(("2", 0, 1)))
+    sample.append_response_tokens(ARGS, tokens=[6, 7], trainable=False)
+    sample.append_response_tokens(ARGS, tokens=[8], log_probs=[-1], meta_info={"weight_version": "2"})
+    assert sample.weight_version_spans == [VersionSpan("1", 0, 1), VersionSpan("2", 1, 3), VersionSpan("2", 5, 6)]
+    assert sample.weight_versions == ["1", "2", "2", "2"]
+    # A user's function that starts again need not know of the spans.
+    sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [1, 2], 0, [], []
+    sample.append_response_tokens(ARGS, tokens=[9], log_probs=[-1], meta_info={"weight_version": "3"})
+    assert sample.weight_version_spans == [VersionSpan("3", 0, 1)]
 
 
 def test_speculation_is_counted_only_when_it_is_on() -> None:
@@ -232,6 +254,11 @@ def test_batch() -> None:
         ({"metadata": [None]}, "column metadata has 1"),
         ({"loss_masks": [np.ones(2, np.float32)] * 2}, r"loss_masks\[1\] has 2 entries, response_lengths\[1\] is 1"),
         ({"rollout_log_probs": [np.ones(1, np.float32)] * 2}, r"rollout_log_probs\[0\] has 1 entries"),
+        (
+            {"weight_version_spans": [(), (VersionSpan("1", 0, 2),)]},
+            r"spans\[1\]: .*response of 1 tokens",
+        ),
+        ({"weight_version_spans": [()]}, "column weight_version_spans has 1"),
         ({"rollout_top_p_token_ids": [int32([2, 3]), int32([2])]}, "come together or not at all"),
         (
             {

@@ -96,7 +96,7 @@ def to_hook_data(batch: RolloutBatch, columns: RolloutColumns, samples: Sequence
     data["unconcat_tokens"] = data["tokens"]
     names = ("response_lengths", "rewards", "truncated", "sample_indices", "group_ids", "rollout_ids")
     replayed = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
-    for name in (*names, "rollout_mask_sums", "weight_versions", "metadata", *replayed):
+    for name in (*names, "rollout_mask_sums", "weight_versions", "weight_version_spans", "metadata", *replayed):
         rows = getattr(batch, name)
         if rows is not None:
             data[name] = [rows[i] for i in samples]

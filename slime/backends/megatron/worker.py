@@ -33,7 +33,7 @@ from slime.backends.megatron.train_rollout import RolloutTrainer  # noqa: E402
 from slime.config import Config  # noqa: E402
 from slime.data.columns import with_rows  # noqa: E402
 from slime.errors import ConfigError  # noqa: E402
-from slime.observability.metrics import compute_staleness  # noqa: E402
+from slime.observability.staleness import compute_staleness  # noqa: E402
 from slime.observability.timers import Timer  # noqa: E402
 from slime.types import Float32Array, RolloutBatch  # noqa: E402
 from slime.weights.endpoint import EngineEndpoint  # noqa: E402
@@ -134,7 +134,7 @@ class MegatronWorker:
         interval = self.config.algorithm.ref_update_interval
         if self._reference is not None and interval and (batch.rollout_id + 1) % interval == 0:
             self._reference.update(self.chunks)
-        metrics |= compute_staleness(batch.weight_versions, self.weight_version)
+        metrics |= compute_staleness(batch.weight_versions, batch.weight_version_spans, self.weight_version)
         metrics |= self._timer.perf_metrics()
         self._timer.reset()
         return metrics

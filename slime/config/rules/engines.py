@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.config.draft import Draft
-from slime.config.rules.availability import is_available
 
 
 def resolve_engines(draft: Draft) -> None:
@@ -13,15 +12,11 @@ def resolve_engines(draft: Draft) -> None:
     engine = draft.engine
     if engine.rollout_backend == "auto":
         wants_sglang = draft.cluster.device == "cuda" and draft.surroundings.sglang_installed
-        backend = "sglang" if wants_sglang and is_available("rollout_backend", "sglang") else "embedded"
-        draft.engine = replace(engine, rollout_backend=backend)
-    elif (
-        engine.rollout_backend == "sglang"
-        and is_available("rollout_backend", "sglang")
-        and not draft.surroundings.sglang_installed
-    ):
+        draft.engine = replace(engine, rollout_backend="sglang" if wants_sglang else "embedded")
+    elif engine.rollout_backend == "sglang" and not draft.surroundings.sglang_installed:
         draft.problems.append(
-            "--rollout-backend sglang: the package sglang is not installed; use embedded or install it"
+            "--rollout-backend sglang: the package sglang is not installed in this environment; install it as "
+            "docs/engines.md says, or use embedded"
         )
     if (engine.sglang_router_ip is None) != (engine.sglang_router_port is None):
         draft.problems.append("--sglang-router-ip and --sglang-router-port name one router; give both or none")

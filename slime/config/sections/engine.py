@@ -14,7 +14,7 @@ class EngineConfig(Section):
     rollout_backend: str = flag(
         "auto",
         choices=("auto", "embedded", "sglang"),
-        doc="Inference engine. auto: the best that is available, in this version the embedded engine.",
+        doc="Inference engine. auto: SGLang on CUDA devices where it is installed, else the embedded engine.",
     )
     sglang_router_ip: str | None = flag(None, doc="Router that already runs. Default: one is started.")
     sglang_router_port: int | None = flag(None, at_least=1, at_most=65535, doc="Port of the router.")

@@ -31,6 +31,17 @@ class WeightsConfig(Section):
     )
     update_weight_buffer_size: int = flag(536870912, at_least=1, doc="Bytes of one bucket of weights.")
     update_weights_interval: int = flag(1, at_least=1, doc="Synchronise the engines after every N trained rollouts.")
+    update_weight_pause_mode: Literal["auto", "retract", "abort", "in_place"] = flag(
+        "auto",
+        doc="What becomes of requests that run while weights change: retract has the engine compute their keys and "
+        "values again, abort ends them and the rollout asks for the rest, in_place keeps what the old weights "
+        "computed. auto: retract where the engine can, else abort.",
+    )
+    update_weights_during_rollout: bool = flag(
+        False,
+        doc="train_async.py synchronises in the middle of a rollout instead of waiting for its end; its samples then "
+        "have tokens of several weights.",
+    )
     check_weight_update_equal: bool = flag(
         False, doc="Engines snapshot, reset, then compare all weights at the first synchronisation."
     )

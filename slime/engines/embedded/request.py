@@ -151,9 +151,9 @@ class Request:
         if not self.num_retractions and not self.output_ids:
             self.cached_tokens = tokens
 
-    def abort(self, message: str) -> None:
-        """End with what there is."""
-        self.finish = AbortReason(type="abort", message=message, status_code=None, err_type=None)
+    def abort(self, message: str, *, status_code: int | None = None) -> None:
+        """End with what there is; a status code says that it is a fault, and not what someone asked for."""
+        self.finish = AbortReason(type="abort", message=message, status_code=status_code, err_type=None)
 
     def progress(self, error: Exception | None = None) -> None:
         """Tell the HTTP side how far this is."""

@@ -204,7 +204,8 @@ class Scheduler:
     def _out_of_memory(self, request: Request) -> None:
         request.abort(
             f"{len(request.sequence)} tokens do not fit into the KV cache of {self.budget.capacity} tokens; "
-            "raise --max-total-tokens"
+            "raise --max-total-tokens",
+            status_code=500,
         )
         self._leave(request)
 

@@ -23,8 +23,15 @@ class Recorder:
         return step, self.began[-1][1], self.version
 
 
-def ahead(generate, size=1, total=6, timeout=5.0):
-    return AsyncRollouts(generate, first_step=0, num_rollout=total, buffer_size=size, timeout_seconds=timeout)
+def ahead(generate, size=1, total=6, timeout=5.0, syncs_inside=False):
+    return AsyncRollouts(
+        generate,
+        first_step=0,
+        num_rollout=total,
+        buffer_size=size,
+        timeout_seconds=timeout,
+        syncs_inside=syncs_inside,
+    )
 
 
 def settle(condition):
@@ -45,7 +52,7 @@ def test_staleness_is_bounded_and_weights_never_change_inside_a_rollout(size, in
             trained_with = step // interval  # version of the engines had every due sync happened at once
             assert trained_with - version_at_start <= size + interval - 1
             if (step + 1) % interval == 0:
-                with rollouts.paused():
+                with rollouts.ready_for_sync():
                     recorder.version += 1
     assert [step for step, _ in recorder.began] == list(range(6))
 
@@ -72,6 +79,18 @@ def test_pausing_waits_for_the_rollout_in_progress_and_begins_none():
             time.sleep(0.05)
             assert len(recorder.began) == 1
         settle(lambda: len(recorder.began) == 2)
+        recorder.gate.release(10)
+
+
+def test_weights_change_inside_a_rollout_where_they_may():
+    recorder = Recorder()
+    recorder.gated = True
+    with ahead(recorder, syncs_inside=True) as rollouts:
+        settle(lambda: len(recorder.began) == 1)
+        with rollouts.ready_for_sync():
+            recorder.version += 1
+        recorder.gate.release()
+        assert rollouts.take(0) == (0, 0, 1)
         recorder.gate.release(10)
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 def test_plan_names_processes_batches_and_notices(run: Run, cuda: Surroundings) -> None:
     text = plan_text(run("--actor-num-gpus-per-node 4 --rollout-num-gpus 2", surroundings=cuda))
     assert "trainer: 4 (1 node(s) x 4), GPU 0-3" in text
-    assert "engine 1: embedded, GPU 5" in text
+    assert "engine 1: sglang, GPU 5" in text
     assert "4 prompts x 8 samples = 32 samples per rollout = 1 optimizer step(s) x 32" in text
     assert "32 parameters" in text
     text = plan_text(run("--colocate --rollout-num-gpus 2"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -132,8 +132,12 @@ def test_group_rm_cannot_evaluate(problems: Problems, prompts: Path) -> None:
 
 def test_engine_choice(run: Run, problems: Problems, cuda: Surroundings) -> None:
     assert run().engine.rollout_backend == "embedded"
-    chosen = run("--actor-num-gpus-per-node 4", surroundings=cuda).engine.rollout_backend
-    assert is_available("rollout_backend", chosen)
+    gpus = "--actor-num-gpus-per-node 4"
+    assert run(gpus, surroundings=cuda).engine.rollout_backend == "sglang"
+    without = replace(cuda, sglang_installed=False)
+    assert run(gpus, surroundings=without).engine.rollout_backend == "embedded"
+    assert run(surroundings=Surroundings(sglang_installed=True)).engine.rollout_backend == "embedded"
+    assert "package sglang is not installed" in problems("--rollout-backend sglang")[0]
     assert "--sglang-router-port" in problems("--sglang-router-ip 1.2.3.4")[0]
     assert "--rollout-num-gpus-per-engine 2" in problems("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2")[0]
 

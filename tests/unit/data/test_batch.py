@@ -13,6 +13,7 @@ from slime.data.columns import batch_from_columns, batch_to_columns, fill_missin
 from slime.errors import PluginError
 from slime.observability.metrics import compute_batch_metrics
 from slime.types import Sample, Status
+from slime.version_spans import VersionSpan
 
 
 def batch_args(**changes: Any) -> SimpleNamespace:
@@ -296,12 +297,23 @@ def test_columns_round_trip() -> None:
         [replayed(2, 4)],
     ]
     groups[1][0].rollout_log_probs = [-1.0, -1.0]
+    groups[0][1].weight_version_spans = [VersionSpan("1", 0, 2), VersionSpan("2", 2, 3)]
     batch = build_rollout_batch(batch_args(), 2, groups)
     again = batch_from_columns(2, batch_to_columns(batch), batch.group_ids)
     assert batch_to_columns(again).keys() == batch_to_columns(batch).keys()
     for name, column in batch_to_columns(batch).items():
         for a, b in zip(column, batch_to_columns(again)[name], strict=True):
             np.testing.assert_equal(a, b)
+
+
+def test_spans_of_weight_versions() -> None:
+    first, second = sample(0, 0, 1.0, 3), sample(1, 0, 0.0, 2)
+    assert build_rollout_batch(batch_args(), 0, [[first, second]]).weight_version_spans is None
+    first.weight_version_spans = [VersionSpan("1", 0, 2), VersionSpan("2", 2, 3)]
+    # A user's function that shortened the response leaves the column to be shortened here.
+    second.weight_version_spans = [VersionSpan("1", 1, 5), VersionSpan("2", 5, 6)]
+    spans = build_rollout_batch(batch_args(), 0, [[first, second]]).weight_version_spans
+    assert spans == [(VersionSpan("1", 0, 2), VersionSpan("2", 2, 3)), (VersionSpan("1", 1, 2),)]
 
 
 def test_unused_ids() -> None:

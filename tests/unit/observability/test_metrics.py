@@ -10,7 +10,6 @@ from slime.observability.metrics import (
     RolloutMetricOptions,
     compute_batch_metrics,
     compute_rollout_metrics,
-    compute_staleness,
     estimate_pass_at_k,
     is_repetitive,
     pass_rate_by_group,
@@ -128,16 +127,6 @@ def test_correct_samples_are_those_that_passed():
     wrong = compute_rollout_metrics([[make_sample(0.0, 4)]], RolloutMetricOptions(log_correct_samples=True))
     assert wrong["rollout/correct/ratio"] == 0
     assert "rollout/correct/response_len/mean" not in wrong
-
-
-def test_staleness_counts_versions_behind_the_newest():
-    versions = [("3",), ("1", "3"), ("default",), (), ("4",)]
-    assert compute_staleness(versions, 3) == {
-        "rollout/weight_version/behind": (0 + 2 + 3 + 0) / 4,
-        "rollout/weight_version/stale_share": 0.5,
-    }
-    assert compute_staleness(versions, 0) == {}
-    assert compute_staleness([(), ()], 3) == {}
 
 
 def test_prompt_mismatch_is_told_by_samples_of_one_completion():
