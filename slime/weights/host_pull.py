@@ -31,7 +31,7 @@ from slime.weights.tensor_bytes import TensorPlace, tensor_places
 
 logger = logging.getLogger(__name__)
 
-PRE_READ_HOOK_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
+PRE_READ_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
 
 _SYNC_DIR = ".weight_sync"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -210,7 +210,7 @@ def _wait_visible(path: Path, seconds: float) -> None:
 def _pre_read_hook(path: str | None) -> Callable[[str], object]:
     if path is None:
         return lambda _: None
-    return cast("Callable[[str], object]", load_plugin(path, flag=PRE_READ_HOOK_FLAG))
+    return cast("Callable[[str], object]", load_plugin(path, flag=PRE_READ_FLAG))
 
 
 def _explained(error: Exception, local: Path) -> str:

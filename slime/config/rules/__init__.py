@@ -25,6 +25,7 @@ from slime.config.rules.outputs import resolve_outputs
 from slime.config.rules.placement import resolve_placement
 from slime.config.rules.sampling import check_sampling
 from slime.config.rules.supervised import resolve_supervised
+from slime.config.rules.weight_files import check_weight_files
 
 RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_supervised,
@@ -41,6 +42,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_engines,
     resolve_evaluation,
     check_sampling,
+    check_weight_files,
     check_idle,
     check_availability,
 )

@@ -29,14 +29,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Weight synchronisation
     "check_weight_update_equal": _DEFAULT_ONLY,
-    "update_weight_mode": _DEFAULT_ONLY,
-    "update_weight_transport": _DEFAULT_ONLY,
-    "update_weight_disk_dir": _DEFAULT_ONLY,
-    "update_weight_disk_keep_files": _DEFAULT_ONLY,
-    "update_weight_delta_encoding": _DEFAULT_ONLY,
-    "update_weight_delta_checksum": _DEFAULT_ONLY,
-    "update_weight_local_checkpoint_dir": _DEFAULT_ONLY,
-    "custom_update_weight_post_write_path": _DEFAULT_ONLY,
     # Rollout data
     "rollout_data_transport": _DEFAULT_ONLY,
     "rollout_buffer_url": _DEFAULT_ONLY,

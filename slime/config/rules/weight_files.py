@@ -7,6 +7,7 @@ from pathlib import Path
 from slime.config.draft import Draft
 
 _OF_DISK = ("update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path")
+_OF_PULLS = ("sglang_custom_pull_weights_pre_read_hook",)
 _OF_DELTA = ("update_weight_delta_encoding", "update_weight_delta_checksum")
 
 
@@ -22,6 +23,8 @@ def check_weight_files(draft: Draft) -> None:
     else:
         idle = (*_OF_DISK, "update_weight_local_checkpoint_dir")
         _idle(draft, idle, "without --update-weight-transport disk")
+    if weights.update_weight_local_checkpoint_dir is None:
+        _idle(draft, _OF_PULLS, "without --update-weight-local-checkpoint-dir")
     if not is_delta:
         _idle(draft, _OF_DELTA, "without --update-weight-mode delta")
     elif weights.update_weight_disk_keep_files:

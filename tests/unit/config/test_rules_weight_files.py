@@ -64,12 +64,22 @@ def test_the_checkpoint_itself_is_never_patched(problems: Problems, model_dir: P
     assert f"lies in --hf-checkpoint {model_dir}" in problem
 
 
+def test_the_hook_of_the_hosts_is_ours_whatever_sglang_is_installed(run: Run) -> None:
+    config = run(f"{DELTA} --sglang-custom-pull-weights-pre-read-hook os.path:exists")
+    assert config.weights.sglang_custom_pull_weights_pre_read_hook == "os.path:exists"
+    assert config.sglang == {}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--update-weight-disk-dir d --update-weight-local-checkpoint-dir l", "without --update-weight-transport disk"),
         (f"{DISK} --update-weight-delta-encoding xor", "without --update-weight-mode delta"),
         (f"{DELTA} --update-weight-disk-keep-files", "which always keeps its files"),
+        (
+            f"{DISK} --sglang-custom-pull-weights-pre-read-hook os.path:exists",
+            "pre-read-hook: no effect without --update-weight-local-checkpoint-dir",
+        ),
     ],
 )
 def test_what_is_given_in_vain_is_named(run: Run, flags: str, words: str) -> None:
