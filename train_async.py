@@ -21,12 +21,19 @@ def train(config: Config) -> None:
 
     if config.cluster.colocate:
         raise ConfigError("train_async.py generates while it trains, so --colocate is not possible; use train.py")
+    if config.cluster.offload_rollout:
+        raise ConfigError(
+            "train_async.py generates while it trains, so the engines keep their memory: remove --offload-rollout "
+            "(--offload implies it), or use train.py"
+        )
     with launch(config) as run:  # ends everything it started, in reverse order
         run.sync_weights()
         run.evaluate_before_training()
         with run.rollouts_ahead() as rollouts:
             for step in run.steps():
-                run.trainer.train(step, rollouts.take(step))
+                rollout = rollouts.take(step)
+                with run.training():  # brings back a trainer that --offload-train took away
+                    run.trainer.train(step, rollout)
                 if run.save_due(step):
                     run.save(step)
                 if run.sync_due(step):

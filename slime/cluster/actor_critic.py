@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from slime.cluster.checkpoints import prune_critic
 from slime.cluster.placement import Placement
@@ -47,7 +47,7 @@ class ActorCritic:
     def __init__(self, config: Config, actor: TrainerGroup, critic: TrainerGroup) -> None:
         self._config = config
         self._groups: dict[Role, TrainerGroup] = {"actor": actor, "critic": critic}
-        self._awake: dict[Role, bool] = {"actor": True, "critic": True}
+        self._present: dict[Role, _Presence] = {"actor": "everything", "critic": "everything"}
         self._errand: _RolloutTraining | _Saving | None = None
 
     def init(self, config: Config) -> int:
@@ -58,8 +58,7 @@ class ActorCritic:
         """
         self._config = config
         configs: dict[Role, Config] = {"actor": config, "critic": critic_config(config)}
-        loading = {role: group.begin_init(configs[role]) for role, group in self._groups.items()}
-        first = {role: group.finish_init(loading[role]) for role, group in self._groups.items()}
+        first = self._load_in_turn(configs) if self._share_gpus else self._load_together(configs)
         if first["actor"] != first["critic"]:
             raise TrainerError(
                 f"actor and critic loaded different iterations: the first rollout would be {first['actor']} for the "
@@ -67,6 +66,20 @@ class ActorCritic:
             )
         self._rest("critic")
         return first["actor"]
+
+    @property
+    def _share_gpus(self) -> bool:
+        return self._config.cluster.device == "cuda" and bool(self._config.cluster.offload_train)
+
+    def _load_together(self, configs: dict[Role, Config]) -> dict[Role, int]:
+        loading = {role: group.begin_init(configs[role]) for role, group in self._groups.items()}
+        return {role: group.finish_init(loading[role]) for role, group in self._groups.items()}
+
+    def _load_in_turn(self, configs: dict[Role, Config]) -> dict[Role, int]:
+        """The critic first, which then leaves: both at once may not fit."""
+        first: dict[Role, int] = {"critic": self._groups["critic"].init(configs["critic"])}
+        self._rest("critic")
+        return first | {"actor": self._groups["actor"].init(configs["actor"])}
 
     def train(self, batch: Any, rollout_id: int) -> dict[str, float]:
         """Train one rollout; the actor only from rollout ``--num-critic-only-steps`` on.
@@ -123,6 +136,16 @@ class ActorCritic:
         """Leave the devices, as the critic has done after its turn."""
         self._rest("actor")
 
+    def hold_parameters(self) -> None:
+        """Have the actor's parameters on the devices and nothing else."""
+        self._present["actor"] = "unknown"
+        self._groups["actor"].hold_parameters()
+        self._present["actor"] = "parameters"
+
+    def device_memory(self) -> dict[str, float]:
+        """Bytes in use on the device of the actor's rank 0; empty on a CPU."""
+        return self._groups["actor"].device_memory()
+
     def wake_up(self, timeout_seconds: float | None = None) -> None:
         """Come back: the actor, which everything but a turn of the critic needs."""
         self._wake("actor", timeout_seconds)
@@ -160,15 +183,19 @@ class ActorCritic:
         self._wake("actor", timeout_seconds)
 
     def _rest(self, role: Role) -> None:
-        if self._config.cluster.offload_train and self._awake[role]:
+        if self._config.cluster.offload_train and self._present[role] != "nothing":
+            self._present[role] = "unknown"  # an interrupt leaves it so
             self._groups[role].sleep()
-            self._awake[role] = False
+            self._present[role] = "nothing"
 
     def _wake(self, role: Role, timeout_seconds: float | None) -> None:
-        if not self._awake[role]:
+        if self._present[role] != "everything":
             self._groups[role].wake_up(timeout_seconds)
-            self._awake[role] = True
+            self._present[role] = "everything"
 
+
+_Presence = Literal["everything", "parameters", "nothing", "unknown"]
+"""What of a role is on the devices."""
 
 Stage = Callable[[float | None], None]
 """A part of an errand that one role does, within so many seconds."""

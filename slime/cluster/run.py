@@ -1,8 +1,9 @@
 """One run, seen from the loop: the verbs of ``train.py`` and what each does in every mode.
 
-Owns the order inside a step that the loop does not show: who holds the device memory, when a step
-is reported, what is saved together. Tests hold: memory turns never overlap; a resumed run starts
-after the loaded iteration; data state and weights of a checkpoint belong to the same rollout.
+Owns the order inside a step that the loop does not show: when who takes the devices (how is
+``device_turns``'), when a step is reported, what is saved together. Tests hold: memory turns never
+overlap; a resumed run starts after the loaded iteration; data state and weights of a checkpoint belong
+to the same rollout.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from slime.cluster.actor_critic import ActorCritic
 from slime.cluster.async_rollouts import AsyncRollouts
 from slime.cluster.checkpoints import prune_data_states, write_data_state
+from slime.cluster.device_turns import DeviceTurns
 from slime.cluster.engines import EngineGroup
 from slime.cluster.rollout import RolloutReport
 from slime.cluster.rollout_handle import RolloutHandle
@@ -112,8 +114,7 @@ class Run:
         self._saving: int | None = None  # inside the call to the trainer
         self._in_background: int | None = None  # its files may still be written
         self._step_started = time.monotonic()
-        self._trainer_awake = True
-        self._engines_awake = not config.cluster.offload_rollout  # launch lets the trainer load first
+        self._turns = DeviceTurns(config.cluster, trainer, engines)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; each is reported when the loop comes back for the next."""
@@ -126,16 +127,13 @@ class Run:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Engines hold the devices; inside a split placement they always do."""
-        self._give_to_engines()
+        self._turns.to_engines()
         yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """The trainer holds the devices; inside a split placement it always does."""
-        if self._engines is not None and self.config.cluster.offload_rollout and self._engines_awake:
-            self._engines.release_memory()
-            self._engines_awake = False
-        self._wake_trainer()
+        self._turns.to_trainer()
         yield
 
     def sync_weights(self) -> None:
@@ -147,8 +145,7 @@ class Run:
         if self._group is None or self._engines is None:
             return
         started = time.monotonic()
-        self._resume_engine_weights()
-        self._wake_trainer()
+        self._turns.meet()
         endpoints = self._engines.endpoints
         if endpoints != self._connected:
             self._connected = ()
@@ -156,10 +153,11 @@ class Run:
             self._connected = endpoints
         metrics = self._group.update_weights(check=self._engines.check)
         self._verify_versions()
-        self._give_to_engines()
-        last = self.trainer.last_trained
+        self._turns.to_engines()
+        last, memory = self.trainer.last_trained, self._turns.take_memory()
         if last is not None:
-            self.reporter.add(last.rollout_id, {**metrics, "perf/sync_time": time.monotonic() - started})
+            seconds = time.monotonic() - started
+            self.reporter.add(last.rollout_id, {**metrics, **memory, "perf/sync_time": seconds})
 
     def _verify_versions(self) -> None:
         assert self._group is not None
@@ -194,7 +192,7 @@ class Run:
         """Score the held-out sets with the engines' current weights."""
         if self._engines is None:
             return {}
-        self._give_to_engines()
+        self._turns.to_engines()
         if not before_training:
             self._report(step)
         metrics, plugin_rows = self._handle.evaluate(step)
@@ -220,7 +218,7 @@ class Run:
         report = self.trainer.last_trained
         assert report is not None
         assert report.rollout_id == step, f"rollout {report.rollout_id} was trained last, not {step}"
-        self._wake_trainer()
+        self._turns.wake_trainer()
         self._write_checkpoint(report)
         checkpoint = self.config.checkpoint
         if self._group is not None and checkpoint.save_hf:
@@ -294,9 +292,9 @@ class Run:
         self.finish_save(deadline - time.monotonic())
         if report.rollout_id == self._last_saved:
             return
-        if self._engines is not None and not self._trainer_awake:
+        if self._engines is not None and not self._turns.trainer_awake:
             self._engines.close(_ENGINES_END_SECONDS)  # busy with a rollout nobody will train, on the trainer's devices
-        self._wake_trainer(deadline - time.monotonic())
+        self._turns.wake_trainer(deadline - time.monotonic())
         self._write_checkpoint(report, deadline - time.monotonic())
         self.finish_save(deadline - time.monotonic())
         logger.info("saved the checkpoint of rollout %d before ending", report.rollout_id)
@@ -343,22 +341,3 @@ class Run:
                 },
             )
         self.reporter.finish(step)
-
-    def _wake_trainer(self, timeout_seconds: float | None = None) -> None:
-        if self._group is not None and not self._trainer_awake:
-            self._group.wake_up(timeout_seconds)
-            self._trainer_awake = True
-
-    def _resume_engine_weights(self) -> None:
-        if self._engines is not None and not self._engines_awake:
-            self._engines.resume_memory(["weights"])
-
-    def _give_to_engines(self) -> None:
-        """Put the trainer to sleep and give the engines the rest of their memory."""
-        cluster = self.config.cluster
-        if self._group is not None and cluster.offload_train and self._trainer_awake:
-            self._group.sleep()
-            self._trainer_awake = False
-        if self._engines is not None and not self._engines_awake:
-            self._engines.resume_memory(["kv_cache", "cuda_graph"])
-            self._engines_awake = True

@@ -81,8 +81,17 @@ class Worker(Protocol):
         """Move the training state off the device."""
         ...
 
+    def hold_parameters(self) -> None:
+        """Have the parameters on the device and nothing else."""
+        ...
+
     def wake_up(self) -> None:
-        """Bring it back."""
+        """Bring everything back."""
+        ...
+
+    @property
+    def device_memory(self) -> dict[str, float]:
+        """Bytes in use on the device."""
         ...
 
     def close(self) -> None:
@@ -302,6 +311,15 @@ class TrainerGroup:
     def sleep(self) -> None:
         """Move the training state off the devices."""
         self._call_all("sleep", limit=self._config.cluster.train_step_timeout_seconds)
+
+    def hold_parameters(self) -> None:
+        """Have the parameters on the devices and nothing else of the training state."""
+        self._call_all("hold_parameters", limit=self._config.cluster.train_step_timeout_seconds)
+
+    def device_memory(self) -> dict[str, float]:
+        """Bytes in use on the device of rank 0; empty on a CPU."""
+        limit = self._config.cluster.train_step_timeout_seconds
+        return self._wait([self._actors[0].read.remote("device_memory")], "tell its device memory", limit)[0]
 
     def wake_up(self, timeout_seconds: float | None = None) -> None:
         """Bring the training state back; the bound is ``--train-step-timeout-seconds`` unless given."""

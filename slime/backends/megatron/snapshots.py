@@ -18,7 +18,7 @@ class WeightSnapshot:
     """A copy of this rank's parameters and persistent buffers, in the model's dtype."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        self._tensors = [t.detach().to("cpu", copy=True) for t in _tensors(chunks)]
+        self._tensors = [t.detach().to("cpu", copy=True) for t in model_tensors(chunks)]
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -27,7 +27,7 @@ class WeightSnapshot:
 
     def update(self, chunks: Sequence[Any]) -> None:
         """Copy the model's present weights."""
-        for mine, theirs in zip(self._tensors, _tensors(chunks), strict=True):
+        for mine, theirs in zip(self._tensors, model_tensors(chunks), strict=True):
             mine.copy_(theirs)
 
     def copy_from(self, other: WeightSnapshot) -> None:
@@ -43,11 +43,12 @@ class WeightSnapshot:
 
     def equals(self, chunks: Sequence[Any]) -> bool:
         """Whether the model's present weights are these, bit for bit. Not collective."""
-        return all(torch.equal(mine, t.detach().cpu()) for mine, t in zip(self._tensors, _tensors(chunks), strict=True))
+        pairs = zip(self._tensors, model_tensors(chunks), strict=True)
+        return all(torch.equal(mine, theirs.detach().cpu()) for mine, theirs in pairs)
 
     def restore(self, chunks: Sequence[Any]) -> None:
         """Copy these weights into the model for good; the optimizer has to be told."""
-        for mine, theirs in zip(self._tensors, _tensors(chunks), strict=True):
+        for mine, theirs in zip(self._tensors, model_tensors(chunks), strict=True):
             theirs.data.copy_(mine)
 
     @contextmanager
@@ -57,7 +58,7 @@ class WeightSnapshot:
         Only forward passes may run meanwhile. On a CPU the tensors change places without a copy; on
         a device the model's own weights wait on the CPU.
         """
-        tensors = _tensors(chunks)
+        tensors = model_tensors(chunks)
         if all(t.device.type == "cpu" for t in tensors):
             own = [t.data for t in tensors]
             try:
@@ -77,7 +78,7 @@ class WeightSnapshot:
                 tensor.data.copy_(data)
 
 
-def _tensors(chunks: Sequence[Any]) -> list[Tensor]:
+def model_tensors(chunks: Sequence[Any]) -> list[Tensor]:
     """Every parameter and persistent buffer, e.g. the expert bias of a router; shared ones once."""
     found: dict[int, Tensor] = {}
     with torch.no_grad():

@@ -21,6 +21,7 @@ from slime.backends.megatron import parallel as parallel_groups  # noqa: E402
 from slime.backends.megatron.checkpoint import Trainable, load_weights, resume, resume_snapshots  # noqa: E402
 from slime.backends.megatron.checkpoint_dirs import StartPoint, reference_point, start_point, teacher_point  # noqa: E402
 from slime.backends.megatron.checkpoint_saver import CheckpointSaver  # noqa: E402
+from slime.backends.megatron.device_state import DeviceState, Part, device_memory  # noqa: E402
 from slime.backends.megatron.export import iter_hf_buckets, save_hf  # noqa: E402
 from slime.backends.megatron.hooks import TrainHooks, load_hooks  # noqa: E402
 from slime.backends.megatron.model import build_model, build_optimizer  # noqa: E402
@@ -52,6 +53,7 @@ class MegatronWorker:
         master_addr: Host of rank 0.
         master_port: Port of rank 0's store.
         num_threads: Intra-op threads of this process; None leaves torch's setting alone.
+        moves_memory: Whether ``sleep`` moves anything; None: on CUDA, since a CPU has no other memory.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class MegatronWorker:
         master_port: int,
         *,
         num_threads: int | None = None,
+        moves_memory: bool | None = None,
     ) -> None:
         self.config = config
         self.weight_version = 0
@@ -74,6 +77,7 @@ class MegatronWorker:
         self._rotated = False  # whether the snapshots of --keep-old-actor know the newest weights
         self._updater: WeightUpdater | None = None
         self._saver: CheckpointSaver | None = None
+        self._moves_memory = config.cluster.device == "cuda" if moves_memory is None else moves_memory
         self._closed = False
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -102,6 +106,7 @@ class MegatronWorker:
             resume(self._trainable, config, self.parallel, start)
         elif start != loaded:
             load_weights(self._trainable, config, self.parallel, start)
+        self._device_state = DeviceState(self.chunks, optimizer, self.parallel.device)
         self._trainer = self._build_trainer()
         self._trainable.snapshots = self._moving_snapshots()
         if start.resume and self._trainable.snapshots:
@@ -232,10 +237,26 @@ class MegatronWorker:
         return metrics
 
     def sleep(self) -> None:
-        """Leave the device to the engines; on a CPU there is nothing to move."""
+        """Leave the device to the engines. Until the next ``wake_up`` or ``hold_parameters`` nothing else works."""
+        self._keep("sleep")
+
+    def hold_parameters(self) -> None:
+        """Have nothing but the parameters on the device: enough to hand them to the engines or to export them."""
+        self._keep("hold_parameters", Part.PARAMETERS)
 
     def wake_up(self) -> None:
-        """Come back from ``sleep``."""
+        """Come back with everything."""
+        self._keep("wake_up", *Part)
+
+    @property
+    def device_memory(self) -> dict[str, float]:
+        """Bytes in use on the device by all processes, and by this one's tensors; empty on a CPU. Not collective."""
+        return device_memory(self.parallel.device)
+
+    def _keep(self, name: str, *parts: Part) -> None:
+        with self._timer.context(name):
+            if self._moves_memory:
+                self._device_state.keep(*parts)
 
     def close(self) -> None:
         """Leave the process groups. A second call does nothing."""

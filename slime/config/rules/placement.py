@@ -6,8 +6,12 @@ from dataclasses import replace
 
 from slime.config.draft import Draft
 from slime.config.layout import plan_layout
-from slime.config.sections import ClusterConfig
 from slime.config.sections.algorithm import CRITIC_ESTIMATORS
+
+ADDRESS_BOUND_FLAGS = frozenset(
+    {"--use-nccl-ub", "--enable-cuda-graph", "--external-cuda-graph", "--cuda-graph-impl", "--optimizer-cuda-graph"}
+)
+"""Megatron's flags that register buffers with NCCL or capture their addresses in CUDA graphs."""
 
 
 def resolve_placement(draft: Draft) -> None:
@@ -112,30 +116,18 @@ def _offload(draft: Draft) -> None:
         offload_train=train if cluster.offload_train is None else cluster.offload_train,
         offload_rollout=cluster.colocate if cluster.offload_rollout is None else cluster.offload_rollout,
     )
-    draft.cluster = _keep_trainer_on_gpu(draft, cluster) if cluster.device == "cuda" else cluster
+    draft.cluster = cluster
+    if cluster.offload_train and cluster.device == "cuda":
+        _check_addresses(draft)
 
 
-def _keep_trainer_on_gpu(draft: Draft, cluster: ClusterConfig) -> ClusterConfig:
-    """The trainer cannot leave a GPU in this version; on a CPU there is nothing to move."""
-    asked = [
-        flag for name, flag in (("offload", "--offload"), ("offload_train", "--offload-train")) if name in draft.given
-    ]
-    if cluster.offload_train and asked:
+def _check_addresses(draft: Draft) -> None:
+    """Memory that leaves a GPU comes back elsewhere, so nothing may be bound to where it was."""
+    for flag in sorted(ADDRESS_BOUND_FLAGS & draft.megatron_flags):
         draft.problems.append(
-            f"{asked[0]}: moving the training state off a GPU is part of the interface but not available in this "
-            "version; use --offload-rollout alone"
+            f"{flag} binds the training state to its place on the GPU, which it leaves with --offload-train (implied "
+            f"by --colocate and by a critic); remove {flag}, or give --no-offload-train"
         )
-    elif cluster.offload_train and cluster.colocate:
-        draft.notices.append(
-            "--colocate: the training state stays on the GPU while generating (moving it off is not available in "
-            "this version), so it needs room beside the engines"
-        )
-    if cluster.offload_train and draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS:
-        draft.notices.append(
-            f"--advantage-estimator {draft.algorithm.advantage_estimator}: actor and critic share the trainer's GPUs "
-            "and both stay on them (moving one off is not available in this version)"
-        )
-    return replace(cluster, offload_train=False)
 
 
 def _check_counts(draft: Draft) -> None:

@@ -38,8 +38,8 @@ class ClusterConfig(Section):
     offload: bool = flag(False, doc="Short for --offload-train --offload-rollout.")
     offload_train: bool | None = flag(
         None,
-        doc="Move the training state off the GPU while generating. Default: as --colocate, on a CPU, where "
-        "there is nothing to move; not available on CUDA in this version.",
+        doc="Move the training state from the GPU to host memory while generating, and a PPO run's two models in "
+        "turn. Default: with --colocate and with a critic. On a CPU there is nothing to move.",
     )
     offload_rollout: bool | None = flag(None, doc="Release the engines' memory while training. Default: as --colocate.")
     distributed_backend: str = flag(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.cluster.device_turns import DeviceTurns
 from slime.cluster.entry import exit_code
 from slime.cluster.rollout import RolloutReport
 from slime.cluster.run import Run
@@ -24,15 +25,18 @@ from slime.weights.endpoint import EngineEndpoint
 
 
 class Devices:
-    """Who holds the device memory; both at once is what must never happen."""
+    """Who holds the device memory; of both sides, only weights may be there at once."""
 
-    def __init__(self):
+    def __init__(self, shared):
         self.log = []
-        self.trainer = True
-        self.kv = False
+        self.shared = shared
+        self.trainer = {"parameters", "optimizer"}
+        self.engines = set()
 
     def note(self, event):
-        assert not (self.trainer and self.kv), f"both sides hold the devices before {event}; {self.log}"
+        if self.shared and self.trainer and self.engines:
+            meeting = {"parameters", "weights"}
+            assert self.trainer | self.engines == meeting, f"{self.trainer | self.engines} at {event}; {self.log}"
         self.log.append(event)
 
 
@@ -45,19 +49,18 @@ class Engines:
         self.versions = ["default", "default"]
 
     def release_memory(self, tags=None):
-        self.devices.kv = False
+        self.devices.engines = set()
         self.devices.note("engines release")
 
     def resume_memory(self, tags=None):
-        if "kv_cache" in tags:
-            self.devices.kv = True
+        self.devices.engines |= set(tags)
         self.devices.note(f"engines resume {'+'.join(tags)}")
 
     def weight_versions(self):
         return self.versions
 
     def close(self, timeout_seconds):
-        self.devices.kv = False
+        self.devices.engines = set()
         self.devices.note("engines end")
 
     def check(self):
@@ -72,18 +75,22 @@ class Trainer:
         self.saving = self.last = None
 
     def wake_up(self, timeout_seconds=None):
-        self.devices.trainer = True
+        self.devices.trainer = {"parameters", "optimizer"}
         self.devices.note("trainer wakes")
 
+    def hold_parameters(self):
+        self.devices.trainer = {"parameters"}
+        self.devices.note("trainer holds parameters")
+
     def sleep(self):
-        self.devices.trainer = False
+        self.devices.trainer = set()
         self.devices.note("trainer sleeps")
 
     def connect_engines(self, endpoints):
         self.devices.note("connect")
 
     def update_weights(self, check):
-        assert self.devices.trainer
+        assert "parameters" in self.devices.trainer
         self.version += 1
         self.engines.versions = [str(self.version)] * 2
         self.devices.note("update")
@@ -93,7 +100,7 @@ class Trainer:
         return self.version
 
     def train(self, batch, rollout_id):
-        assert self.devices.trainer
+        assert "optimizer" in self.devices.trainer
         assert batch == f"batch {rollout_id}"
         self.devices.note(f"train {batch}")
         return {"train/loss": 0.1}
@@ -102,7 +109,7 @@ class Trainer:
         return []
 
     def save(self, step, timeout_seconds=None):
-        assert self.devices.trainer
+        assert "optimizer" in self.devices.trainer
         self.devices.note(f"save {step}")
         self.save_limits.append(timeout_seconds)
         self.saving = step
@@ -127,7 +134,7 @@ class Rollouts:
         self.devices, self.must_be_awake = devices, must_be_awake
 
     def submit(self, step):
-        assert self.devices.kv or not self.must_be_awake
+        assert "kv_cache" in self.devices.engines or not self.must_be_awake
         self.devices.note(f"generate {step}")
         return f"batch {step}", step
 
@@ -141,7 +148,7 @@ class Rollouts:
         )
 
     def evaluate(self, step):
-        assert self.devices.kv or not self.must_be_awake
+        assert "kv_cache" in self.devices.engines or not self.must_be_awake
         self.devices.note(f"evaluate {step}")
         return {"eval/held": 0.5}, []
 
@@ -153,7 +160,7 @@ def make_run(tmp_path):
     def make(*, colocate=False, num_rollout=2, first_step=0, logprob_monitor=None, **sections):
         cluster = ClusterConfig(device="cpu", colocate=colocate, offload_train=colocate, offload_rollout=colocate)
         config = Config(cluster=cluster, **sections)
-        devices = Devices()
+        devices = Devices(colocate)
         engines = Engines(devices)
         reporter = Reporter(
             init_tracking(TrackingOptions(run_dir=tmp_path)),
@@ -199,10 +206,56 @@ def test_colocated_sides_take_turns(make_run, tmp_path):
     save = CheckpointConfig(save=str(tmp_path / "ckpt"), save_interval=1, save_hf=str(tmp_path / "hf-{rollout_id}"))
     run, devices = make_run(colocate=True, num_rollout=1, checkpoint=save)
     loop(run)
-    first = ["engines resume weights", "connect", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
+    meet = ["trainer holds parameters", "engines resume weights"]
+    part = ["trainer sleeps", "engines resume kv_cache+cuda_graph"]
     step = ["generate 0", "engines release", "trainer wakes", "train batch 0", "save 0", "export hf-0"]
-    again = ["engines resume weights", "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
-    assert devices.log == first + step + again
+    assert devices.log == [*meet, "connect", "update", *part, *step, *meet, "update", *part]
+
+
+@pytest.mark.parametrize("method", ["hold_parameters", "sleep"])
+def test_an_interrupted_turn_leaves_nobody_thought_awake(make_run, tmp_path, method):
+    run, devices = make_run(colocate=True, checkpoint=CheckpointConfig(save=str(tmp_path / "ckpt")))
+    run.sync_weights()
+    with run.generating():
+        rollout = run.rollout.generate(0)
+    with run.training():
+        run.trainer.train(0, rollout)
+    move = getattr(run._group, method)
+
+    def interrupted():
+        move()  # the ranks finish what they were asked
+        raise KeyboardInterrupt
+
+    setattr(run._group, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.sync_weights()
+    run.save_before_exit(5)
+    assert devices.log[-2:] == ["trainer wakes", "save 0"]
+
+
+def test_a_trainer_that_moves_alone_wakes_for_each_step(make_run):
+    run, devices = make_run()
+    cluster = ClusterConfig(device="cpu", offload_train=True, offload_rollout=False)
+    run._turns = DeviceTurns(cluster, run._group, run._engines)
+    run.sync_weights()
+    rollout = run.rollout.generate(0)
+    with run.training():
+        run.trainer.train(0, rollout)
+    step = ["generate 0", "trainer wakes", "train batch 0"]
+    assert devices.log == ["trainer holds parameters", "connect", "update", "trainer sleeps", *step]
+
+
+def test_memory_of_every_moment_is_recorded_on_gpus(make_run, tmp_path):
+    run, _ = make_run(colocate=True, num_rollout=1)
+    run._group.device_memory = lambda: {"device_bytes": 3.0, "trainer_bytes": 2.0}
+    cluster = replace(run.config.cluster, device="cuda")
+    run._turns = DeviceTurns(cluster, run._group, run._engines)
+    loop(run)
+    row = next(r for r in read_metrics(tmp_path / "metrics.jsonl") if "rollout/step" in r)
+    moments = ("engines_released", "trainer_awake", "weights_meet", "trainer_asleep", "engines_awake")
+    for moment in moments:
+        assert row[f"memory/{moment}_device_bytes"] == 3.0
+        assert row[f"memory/{moment}_trainer_bytes"] == 2.0
 
 
 def test_engines_are_connected_again_only_when_they_changed(make_run):
@@ -313,7 +366,7 @@ def test_told_to_end_while_colocated_engines_generate_it_ends_them_first(make_ru
     with run.training():
         run.trainer.train(0, rollout)
     with run.generating():
-        assert devices.kv
+        assert "kv_cache" in devices.engines
     run.save_before_exit(5)
     assert devices.log[-3:] == ["engines end", "trainer wakes", "save 0"]
 

@@ -46,6 +46,7 @@ class FakeMegatron:
 
     NAMES = frozenset(
         {"--lr", "--bf16", "--fp16", "--tensor-model-parallel-size", "--num-layers", "--recompute-activations"}
+        | {"--use-nccl-ub", "--optimizer-cuda-graph"}
     )
 
     def __init__(self) -> None:

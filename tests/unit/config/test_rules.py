@@ -63,16 +63,22 @@ def test_colocate_shares_and_offloads(run: Run, cuda: Surroundings) -> None:
     assert (config.cluster.offload_train, config.cluster.offload_rollout) == (False, True)
 
 
-def test_the_trainer_cannot_leave_a_gpu(run: Run, problems: Problems, cuda: Surroundings) -> None:
+def test_the_trainer_leaves_its_gpu_when_something_shares_it(run: Run, cuda: Surroundings) -> None:
     config = run("--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8", surroundings=cuda)
-    assert (config.cluster.offload_train, config.cluster.offload_rollout) == (False, True)
-    assert "the training state stays on the GPU" in notices(config)
-    for flag in ("--offload", "--offload-train"):
-        (problem,) = problems(flag, surroundings=cuda)
-        assert f"{flag}: " in problem
-        assert "not available in this version" in problem
-    quiet = run("--no-offload-train --colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 8", surroundings=cuda)
-    assert "the training state stays" not in notices(quiet)
+    assert (config.cluster.offload_train, config.cluster.offload_rollout) == (True, True)
+    critic = run("--advantage-estimator ppo", surroundings=cuda)
+    assert (critic.cluster.offload_train, critic.cluster.offload_rollout) == (True, False)
+    assert run("--offload-train", surroundings=cuda).cluster.offload_train is True
+
+
+@pytest.mark.parametrize("flag", ["--use-nccl-ub", "--optimizer-cuda-graph"])
+def test_a_trainer_that_leaves_is_not_bound_to_addresses(
+    run: Run, problems: Problems, cuda: Surroundings, flag: str
+) -> None:
+    found = problems(f"--offload-train {flag}", surroundings=cuda)
+    assert any(f"{flag} binds" in problem and "--no-offload-train" in problem for problem in found)
+    for stays in (f"--no-offload-train {flag}", flag):
+        assert run(stays, surroundings=cuda).cluster.offload_train is False
 
 
 def test_rollout_gpus_default_to_the_trainers_when_colocated(run: Run, model_dir: Path, prompts: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from slime.algorithms import ALGORITHMS
 from slime.config.eval_datasets import EvalDatasetConfig
 from slime.config.hf import LOADABLE_MODEL_TYPES
+from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.config.rules.availability import AVAILABLE_VALUES, UNAVAILABLE_EVAL_KEYS
 from slime.config.rules.inputs import REWARD_TYPES
+from slime.config.rules.placement import ADDRESS_BOUND_FLAGS
 from slime.config.schema import all_flag_specs
 from slime.config.sections.algorithm import CRITIC_ESTIMATORS, KL_PENALTY_ESTIMATORS, WHITENED_ESTIMATORS
 from slime.rewards.registry import REWARDS
@@ -82,3 +84,7 @@ def test_graders() -> None:
 
 def test_model_families() -> None:
     assert set(FAMILIES) == LOADABLE_MODEL_TYPES
+
+
+def test_flags_that_bind_memory_to_its_place_are_megatrons() -> None:
+    assert ADDRESS_BOUND_FLAGS <= MEGATRON_FLAGS
