@@ -77,6 +77,10 @@ class Worker(Protocol):
         """Send the weights; metrics of the transfer."""
         ...
 
+    def continue_version(self, version: int) -> None:
+        """Take the loaded weights for those that the engines have as ``version``."""
+        ...
+
     def sleep(self) -> None:
         """Move the training state off the device."""
         ...
@@ -307,6 +311,10 @@ class TrainerGroup:
         if len(set(versions)) != 1:
             raise TrainerError(f"ranks disagree on the weight version: {versions}")
         return int(versions[0])
+
+    def continue_version(self, version: int) -> None:
+        """Tell new ranks the weight version that processes before them gave to the engines."""
+        self._call_all("continue_version", version, limit=self._config.cluster.train_step_timeout_seconds)
 
     def sleep(self) -> None:
         """Move the training state off the devices."""

@@ -17,7 +17,6 @@ _DEFAULT_ONLY: tuple[Any, ...] = ()
 
 AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     # Placement and processes
-    "release_train": _DEFAULT_ONLY,
     "rollout_external_engine_addrs": _DEFAULT_ONLY,
     "prefill_num_servers": _DEFAULT_ONLY,
     "sglang_config": _DEFAULT_ONLY,
