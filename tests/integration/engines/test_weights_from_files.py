@@ -1,4 +1,4 @@
-"""Weights through files into engine processes: whole checkpoints and deltas, and everything that can go wrong with them."""
+"""Weights through files into engine processes: whole checkpoints and deltas, and what can go wrong with them."""
 
 from __future__ import annotations
 
