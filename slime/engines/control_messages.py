@@ -138,9 +138,12 @@ class UpdateVersionMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsCheckerMessage:
-    """``/weights_checker``."""
+    """``/weights_checker``; names that contain one of ``skip_tensor_list`` are left out."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    skip_tensor_list: list[str] | None = None
+    allow_quant_error: bool = False
+    selector: Literal["target", "draft", "all"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

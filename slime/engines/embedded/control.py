@@ -224,14 +224,15 @@ class Control:
 
     async def check_weights(self, request: web.Request) -> web.Response:
         """Checksums of what is held; comparison with those of an earlier moment."""
-        action = parse_message(api.WeightsCheckerMessage, await read_json(request)).action
+        message = parse_message(api.WeightsCheckerMessage, await read_json(request))
+        action, skip = message.action, message.skip_tensor_list or []
         weights = self._engine.model.weights
         if action == "reset_tensors":
             await self._on_worker(self._engine.reset_weights)
             return json_reply(
                 {"success": True, "message": "every tensor is zero", "ranks": [], "per_engine_checksum": None}
             )
-        checksums = await self._on_worker(weights.checksums)
+        checksums = await self._on_worker(lambda: weights.checksums(skip))
         problem = ""
         if action == "snapshot":
             self._snapshot = checksums
