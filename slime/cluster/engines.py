@@ -20,6 +20,7 @@ from slime import http_control
 from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
 from slime.cluster.engine_commands import engine_command, engine_environment
+from slime.cluster.host_pulls import FILES_THREAD, ActorPull
 from slime.cluster.placement import ENGINE_SHARE, Placement
 from slime.cluster.process import ServerProcess, free_port, responds
 from slime.cluster.router import router_command, router_values
@@ -28,6 +29,8 @@ from slime.config import Config
 from slime.errors import EngineError, SlimeError
 from slime.observability.watchdog import wait_until
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.host_pull import pull
+from slime.weights.pull_request import PullReport, PullRequest
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,10 @@ class ServerActor:
         """Raise EngineError if the server died."""
         if self._process is not None:
             self._process.check()
+
+    def pull(self, request: PullRequest) -> PullReport:
+        """Bring this host's checkpoint up to a published version."""
+        return pull(request)
 
     def stop(self) -> None:
         """End the server."""
@@ -116,6 +123,7 @@ class EngineGroup:
                     trainer_ranks=tuple(rank_of[number] for number in numbers if number in rank_of),
                     model_path=self._config.rollout.hf_checkpoint,
                     local_dir=self._config.weights.update_weight_local_checkpoint_dir,
+                    pull=ActorPull(f"engine {index}", (self._actors[f"engine {index}"],)) if slots else None,
                 )
             )
         return tuple(endpoints)
@@ -252,7 +260,7 @@ class EngineGroup:
 
     def _host(self, name: str, options: dict[str, Any]) -> Any:
         setting = ActorSetting.of(f"{name} host", self._log_dir)
-        actor = ray.remote(ServerActor).options(**options).remote(setting)
+        actor = ray.remote(concurrency_groups={FILES_THREAD: 1})(ServerActor).options(**options).remote(setting)
         self._actors[name] = actor
         return actor
 

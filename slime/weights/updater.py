@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from slime.config import Config
-from slime.errors import ConfigError
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.file_updaters import file_updater
 from slime.weights.report import Bucket, SyncReport
 from slime.weights.transport import TensorUpdater
 
@@ -73,13 +73,7 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
     Args:
         config: The resolved configuration.
         place: The rank.
-
-    Raises:
-        ConfigError: This version does not have that way.
     """
-    weights = config.weights
-    if weights.update_weight_mode == "delta":
-        raise ConfigError("--update-weight-mode delta is not available in this version; use full")
-    if weights.update_weight_transport == "disk":
-        raise ConfigError("--update-weight-transport disk is not available in this version; leave it out")
+    if config.weights.update_weight_transport == "disk":
+        return file_updater(config, rank=place.rank, world_size=place.world_size)
     return TensorUpdater(config, rank=place.rank)
