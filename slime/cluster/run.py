@@ -27,13 +27,15 @@ from slime.cluster.rollout_handle import RolloutHandle
 from slime.cluster.schedule import should_run_periodic_action
 from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
-from slime.errors import WeightSyncError
+from slime.errors import SlimeError, WeightSyncError
 from slime.observability.report import Reporter
+from slime.weights.bracket import release
 from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
 _ENGINES_END_SECONDS = 1.0
+_ENGINES_RELEASE_SECONDS = 2.0  # after a failed update: the rank that paused them may be gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,12 @@ class Run:
             self._connected = ()
             self._group.connect_engines(endpoints)
             self._connected = endpoints
-        metrics = self._group.update_weights(check=self._engines.check)
+        try:
+            metrics = self._group.update_weights(check=self._engines.check)
+        except SlimeError:
+            self._connected = ()  # what led to the engines may be broken
+            release(endpoints, has_session=True, timeout_seconds=_ENGINES_RELEASE_SECONDS)
+            raise
         self._verify_versions()
         self._turns.to_engines()
         last, memory = self.trainer.last_trained, self._turns.take_memory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +13,19 @@ from slime.weights.disk import CheckpointPublisher
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.from_files import POST_WRITE_FLAG, FileSettings, FileUpdater, PostWriteHook, Publisher
 from slime.weights.pause import pause_mode_for
-from slime.weights.verify import CHECK_SHARE, WeightVerifier
+from slime.weights.streamed import Verifier
 
 
-def file_updater(config: Config, *, rank: int, world_size: int) -> FileUpdater:
+def file_updater(
+    config: Config, *, rank: int, world_size: int, verifier: Callable[[Sequence[EngineEndpoint]], Verifier]
+) -> FileUpdater:
     """One rank's part of the disk transport, whole or as deltas.
 
     Args:
         config: The resolved configuration.
         rank: This process.
         world_size: Training processes.
+        verifier: Makes the verifier of the connected engines.
 
     Raises:
         PluginError: The hook after writing cannot be loaded.
@@ -31,7 +34,7 @@ def file_updater(config: Config, *, rank: int, world_size: int) -> FileUpdater:
         timeout_seconds=config.weights.weight_sync_timeout_seconds,
         post_write=_post_write(config),
         pause_mode=partial(pause_mode_for, config),
-        verifier=partial(_verifier, config),
+        verifier=verifier,
     )
     return FileUpdater(settings, partial(_publisher, config), rank=rank, world_size=world_size)
 
@@ -53,16 +56,6 @@ def _publisher(config: Config) -> Publisher:
         keep_files=weights.update_weight_disk_keep_files,
         is_pulled=weights.update_weight_local_checkpoint_dir is not None,
         pre_read_hook=pre_read_hook,
-    )
-
-
-def _verifier(config: Config, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
-    assert config.hf is not None, "a training configuration has a checkpoint"
-    return WeightVerifier(
-        endpoints,
-        model=config.hf.config,
-        timeout_seconds=config.weights.weight_sync_timeout_seconds,
-        share=None if config.weights.check_weight_update_equal else CHECK_SHARE,
     )
 
 

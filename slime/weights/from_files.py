@@ -23,8 +23,8 @@ from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.pull_request import PullRequest
 from slime.weights.report import Bucket, Receivers, SyncReport
+from slime.weights.streamed import Verifier
 from slime.weights.team import RankTeam
-from slime.weights.verify import WeightVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class FileSettings:
     timeout_seconds: float
     post_write: PostWriteHook | None
     pause_mode: Callable[[Sequence[EngineEndpoint]], api.PauseMode]
-    verifier: Callable[[Sequence[EngineEndpoint]], WeightVerifier] | None
+    verifier: Callable[[Sequence[EngineEndpoint]], Verifier] | None
 
 
 class FileUpdater:
@@ -111,7 +111,7 @@ class FileUpdater:
         self._team: RankTeam[Any] | None = None
         self._endpoints: tuple[EngineEndpoint, ...] = ()
         self._bracket: UpdateBracket | None = None
-        self._verifier: WeightVerifier | None = None
+        self._verifier: Verifier | None = None
 
     def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Take these engines from now on, instead of those before."""
@@ -246,7 +246,8 @@ class FileUpdater:
                 verified = findings.verified
                 found.update(findings.metrics)
 
-        with self._bracket.opened(version, check):
+        reset = self._verifier.reset if self._verifier is not None else None
+        with self._bracket.opened(version, check, when_quiet=reset):
             calls.each(load)
         times = self._bracket.times
         assert times is not None, "set when the bracket closes"

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Protocol
 
 from slime.config import Config
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.file_updaters import file_updater
-from slime.weights.report import Bucket, SyncReport
-from slime.weights.transport import TensorUpdater
-
-Receivers = Literal["first", "all"]
-"""Who gets whole tensors: the first rank alone, or every rank."""
+from slime.weights.pause import pause_mode_for
+from slime.weights.report import Bucket, Receivers, SyncReport
+from slime.weights.streamed import StreamedUpdater, StreamSettings
+from slime.weights.verify import CHECK_SHARE, WeightVerifier
 
 
 class WeightUpdater(Protocol):
@@ -74,6 +74,28 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         config: The resolved configuration.
         place: The rank.
     """
-    if config.weights.update_weight_transport == "disk":
-        return file_updater(config, rank=place.rank, world_size=place.world_size)
-    return TensorUpdater(config, rank=place.rank)
+    weights, verifier = config.weights, partial(_verifier, config)
+    if weights.update_weight_transport == "disk":  # whole checkpoints, or deltas
+        return file_updater(config, rank=place.rank, world_size=place.world_size, verifier=verifier)
+    is_cuda = config.cluster.device == "cuda"
+    settings = StreamSettings(
+        is_cuda=is_cuda,
+        shares_memory=weights.update_weight_transport != "broadcast" and (config.cluster.colocate or not is_cuda),
+        timeout_seconds=weights.weight_sync_timeout_seconds,
+        bucket_bytes=weights.update_weight_buffer_size,
+        pause_mode=partial(pause_mode_for, config),
+        verifier=verifier,
+    )
+    return StreamedUpdater(settings, rank=place.rank, world_size=place.world_size)
+
+
+def _verifier(config: Config, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
+    assert config.hf is not None, "a training configuration has a checkpoint"
+    check_equal = config.weights.check_weight_update_equal
+    return WeightVerifier(
+        endpoints,
+        model=config.hf.config,
+        timeout_seconds=config.weights.weight_sync_timeout_seconds,
+        share=None if check_equal else CHECK_SHARE,
+        check_equal=check_equal,
+    )

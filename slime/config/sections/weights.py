@@ -13,10 +13,11 @@ class WeightsConfig(Section):
     """Weight synchronisation."""
 
     update_weight_mode: Literal["full", "delta"] = flag("full", doc="Send all weights or only what changed.")
-    update_weight_transport: Literal["nccl", "disk"] = flag(
+    update_weight_transport: Literal["nccl", "broadcast", "disk"] = flag(
         "nccl",
-        doc="disk: through files, a whole checkpoint or, with --update-weight-mode delta, what changed. nccl: through "
-        "memory or the network; on one machine without CUDA, shared memory is used.",
+        doc="Carrier of a full synchronisation. nccl: engines that share memory with the trainer (--colocate; on a CPU "
+        "those of the same machine) read it there, the others get an NCCL broadcast. broadcast: a process group in any "
+        "case, over gloo on a CPU. disk: files, as whole checkpoints or, with --update-weight-mode delta, what changed.",
     )
     update_weight_disk_dir: str | None = flag(
         None, doc="Directory of published versions, on a disk that the trainer writes and every engine's host reads."
