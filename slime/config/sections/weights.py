@@ -17,7 +17,7 @@ class WeightsConfig(Section):
         "nccl",
         doc="Carrier of a full synchronisation. nccl: engines that share memory with the trainer (--colocate; on a CPU "
         "those of the same machine) read it there, the others get an NCCL broadcast. broadcast: a process group in any "
-        "case, over gloo on a CPU. disk: files, as whole checkpoints or, with --update-weight-mode delta, what changed.",
+        "case, over gloo on a CPU. disk: files, whole checkpoints or (--update-weight-mode delta) what changed.",
     )
     update_weight_disk_dir: str | None = flag(
         None, doc="Directory of published versions, on a disk that the trainer writes and every engine's host reads."

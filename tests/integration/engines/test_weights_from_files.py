@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.errors import PluginError, WeightSyncError
+from slime.errors import PluginError, SlimeError, WeightSyncError
 from slime.weights import delta_files
 from slime.weights.checksum import tensor_checksum
 from slime.weights.delta import DeltaForm, DeltaPublisher
@@ -24,6 +24,7 @@ from slime.weights.host_pull import pull
 from slime.weights.pull_request import PullReport, PullRequest
 from tests.integration.engines.conftest import post
 from tests.support.engine_process import engine_process
+from tests.support.gloo import Rank, run_ranks
 from tests.support.tiny_models import make_tiny_model, tiny_weights
 
 Weights = dict[str, torch.Tensor]
@@ -330,3 +331,41 @@ def test_a_disk_that_cannot_be_written_is_named(engines: list[str], model_path: 
         with pytest.raises(WeightSyncError, match=r"version 1 cannot be written.*file"):
             way.update(consumed, "1")
         assert next(consumed, None) is None, "other ranks would be left in the gathering"
+
+
+def update_on_two_ranks(rank: Rank, model: Path, disk: Path, failing: str) -> str:
+    """Each rank's part of one update without engines to reach; what it ends with."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{rank.port}", rank=rank.rank, world_size=rank.world_size
+    )
+
+    def hook(directory: str, engines: Sequence[EngineEndpoint]) -> None:
+        (disk / f"seen_by_{rank.rank}").write_text(Path(directory).name)
+        if failing == "hook":
+            assert rank.rank == 0
+
+    settings = FileSettings(timeout_seconds=20, post_write=hook, pause_mode=lambda _: "retract", verifier=None)
+    publisher = full(model if failing == "disk" else disk, model / "config.json" if failing == "disk" else model)
+    way = FileUpdater(settings, lambda: publisher, rank=rank.rank, world_size=rank.world_size)
+    way.connect(())
+    weights = initial(model)
+    try:
+        way.update(buckets(weights) if rank.rank == 0 else iter([[], []]), "1")
+    except SlimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        way.close()
+    return "done"
+
+
+@pytest.mark.parametrize("failing", ["disk", "hook"])
+def test_a_failure_of_one_rank_ends_the_update_on_all(model_path: Path, tmp_path: Path, failing: str) -> None:
+    first, second = run_ranks(2, update_on_two_ranks, model_path, tmp_path, failing, timeout_seconds=60)
+    if failing == "disk":
+        assert first.startswith("WeightSyncError: weight version 1 cannot be written")
+        assert second == f"WeightSyncError: trainer rank 0: {first.partition(': ')[2]}"
+        assert not list(tmp_path.iterdir())
+    else:
+        assert first.startswith("WeightSyncError: trainer rank 1: --custom-update-weight-post-write-path failed")
+        assert second.startswith("PluginError: --custom-update-weight-post-write-path failed")
+        assert {path.read_text() for path in tmp_path.glob("seen_by_*")} == {"weight_v000001"}
