@@ -4,7 +4,7 @@
 #
 #   scripts/setup.sh         what training needs
 #   scripts/setup.sh dev     and what the tests and the style checks need
-#   scripts/setup.sh sglang  a separate .venv-sglang with SGLang on the CPU, for tests
+#   scripts/setup.sh sglang  a separate .venv-sglang with SGLang: for production on GPUs, for tests on a CPU
 #   scripts/setup.sh trl     a separate .venv-trl with TRL, for bench/grpo_vs_trl.py
 #
 # Environment: PYTHON (interpreter to use), VENV (folder, .venv), PLATFORM (cpu or cuda; found out when unset).
@@ -43,7 +43,10 @@ platform=${PLATFORM:-$(find_platform)}
 case $profile in
 run) venv=${VENV:-.venv} pins=("requirements/$platform.txt") ;;
 dev) venv=${VENV:-.venv} pins=("requirements/$platform.txt" requirements/dev.txt) ;;
-sglang) venv=${VENV:-.venv-sglang} platform=cpu pins=(requirements/{cpu,dev,sglang-cpu}.txt) ;;
+sglang)
+    venv=${VENV:-.venv-sglang}
+    if [[ $platform == cuda ]]; then pins=(requirements/cuda-sglang.txt); else pins=(requirements/{cpu,dev,sglang-cpu}.txt); fi
+    ;;
 trl) venv=${VENV:-.venv-trl} pins=(requirements/bench.txt) ;;
 *) fail "unknown profile '$profile'; accepted: run, dev, sglang, trl" ;;
 esac

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,10 +31,12 @@ from slime.config.reference import help_text
 from slime.config.router_flags import ROUTER_OWNED, ROUTER_POLICIES
 from slime.config.sglang_names import SGLANG_OLDER
 from slime.data.preflight import preflight as data_preflight
+from slime.engines.features import ask_server_info
 from slime.errors import ConfigError
 from slime.plugin_checks import check_plugins
 
 USAGE_ERROR = 2
+_QUERY_SECONDS = 10.0
 
 CustomArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -126,6 +129,7 @@ def read_surroundings() -> Surroundings:
     return Surroundings(
         num_cuda_devices=0 if _torch_is_cpu_only() else count_cuda_devices(os.environ),
         sglang_installed=importlib.util.find_spec("sglang") is not None,
+        query_engine=partial(ask_server_info, timeout_seconds=_QUERY_SECONDS, waiter="slime"),
         tensorboard_installed=importlib.util.find_spec("tensorboard") is not None,
         joins_cluster="RAY_ADDRESS" in os.environ,
         start_time=time.strftime("%Y%m%d_%H%M%S"),

@@ -1,15 +1,15 @@
-"""The inference engines of a run and the router in front of them.
+"""The inference engines of a run and the routers in front of them.
 
-Owns their processes (each inside a small actor on its node), readiness, registration, liveness
-and memory turns. Requests for samples are not its business. Tests hold: a dead engine or router
-raises ``EngineError`` with the end of its log; nothing survives the driver.
+Owns their start, readiness, registration, liveness, memory turns and end, as the plan says; one engine is
+``engine_server``'s, one router ``router_server``'s. Requests for samples are not its business. Tests hold: a dead
+engine or router raises ``EngineError`` with the end of its log; nothing survives the driver, except engines and
+routers that ran before it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,212 +18,119 @@ import ray
 
 from slime import http_control
 from slime.cluster import waits
-from slime.cluster.actor import ActorSetting, enter
-from slime.cluster.engine_commands import engine_command, engine_environment
-from slime.cluster.host_pulls import FILES_THREAD, ActorPull
-from slime.cluster.placement import ENGINE_SHARE, Placement
-from slime.cluster.process import ServerProcess, free_port, responds
-from slime.cluster.router import router_command, router_values
+from slime.cluster.engine_commands import engine_environment
+from slime.cluster.engine_server import EngineServer
+from slime.cluster.external_engines import external_endpoints, external_registrations
+from slime.cluster.hosted_server import HostedServer, PortTakenError, failures
+from slime.cluster.placement import Placement, check_engine_slots
+from slime.cluster.ports import PortBook
+from slime.cluster.registration import Registration, deregister, register
+from slime.cluster.router_server import RouterServer
 from slime.cluster.trainer import threads_per_process
 from slime.config import Config
-from slime.errors import EngineError, SlimeError
-from slime.observability.watchdog import wait_until
+from slime.config.engine_plan import EnginePlan, PlannedEngine, plan_engines
+from slime.errors import SlimeError
 from slime.weights.endpoint import EngineEndpoint
-from slime.weights.host_pull import pull
-from slime.weights.pull_request import PullReport, PullRequest
 
 logger = logging.getLogger(__name__)
 
-# The first port tried is random in a range, so that runs which start at the same moment rarely meet.
-ENGINE_PORTS = range(15000, 19000)
-ROUTER_PORTS = range(3000, 4000)
-PROMETHEUS_PORTS = range(4000, 5000)
-_CHECK_SECONDS = 30.0
-
-
-class ServerActor:
-    """Hosts one server process on its node, so that it ends with the run wherever it is."""
-
-    def __init__(self, setting: ActorSetting) -> None:
-        enter(setting)
-        self._setting = setting
-        self._process: ServerProcess | None = None
-
-    def address(self, local: bool) -> str:
-        """Address to bind and to be reached at."""
-        return "127.0.0.1" if local else str(ray.util.get_node_ip_address())
-
-    def free_port(self, start: int) -> int:
-        """A free port from ``start`` on."""
-        return free_port(start)
-
-    def launch(self, command: list[str], log_path: Path, env: dict[str, str]) -> None:
-        """Start the server."""
-        self._process = ServerProcess(self._setting.name, command, log_path=log_path, env=env)
-
-    def wait_ready(self, url: str, timeout_seconds: float) -> None:
-        """Wait until ``url`` answers."""
-        assert self._process is not None
-        self._process.wait_ready(url, timeout_seconds=timeout_seconds)
-
-    def check(self) -> None:
-        """Raise EngineError if the server died."""
-        if self._process is not None:
-            self._process.check()
-
-    def pull(self, request: PullRequest) -> PullReport:
-        """Bring this host's checkpoint up to a published version."""
-        return pull(request)
-
-    def stop(self) -> None:
-        """End the server."""
-        if self._process is not None:
-            self._process.stop()
+_PORT_ATTEMPTS = 3
 
 
 class EngineGroup:
-    """All engines and the router as one."""
+    """All engines and routers as one."""
 
-    def __init__(self, config: Config, placement: Placement, log_dir: Path) -> None:
+    def __init__(self, config: Config, placement: Placement, log_dir: Path, *, ports: PortBook | None = None) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             config: Resolved configuration.
             placement: Reserved slots.
             log_dir: Where ``engine_{i}.log`` and ``router.log`` are written.
+            ports: Which ports are tried; a fresh book by default.
+
+        Raises:
+            ConfigError: The placement cuts an engine in two.
         """
         self._config = config
-        self._placement = placement
-        self._log_dir = log_dir
-        self._local = len([n for n in ray.nodes() if n["Alive"]]) == 1
-        self._actors: dict[str, Any] = {}
-        self._ready: list[tuple[str, Any]] = []
-        external = config.rollout.rollout_external_engine_addrs or ()
-        self.urls: list[str] = [a if a.startswith("http") else f"http://{a}" for a in external]
-        self.router_ip = config.engine.sglang_router_ip
-        self.router_port = config.engine.sglang_router_port
+        self.plan: EnginePlan = plan_engines(config)
+        check_engine_slots(self.plan, placement.slots)
+        local = len([n for n in ray.nodes() if n["Alive"]]) == 1
+        book = ports or PortBook()
+        self.servers = [
+            EngineServer(config, planned, placement, book, log_dir, local=local, environment=self._environment(planned))
+            for planned in self.plan.engines
+        ]
+        self.routers = {
+            planned.model: RouterServer(config, planned, log_dir, local=local) for planned in self.plan.routers
+        }
+        self._router = self.routers[self.plan.default_router.model]
+
+    @property
+    def router_url(self) -> str:
+        """Address of the default router."""
+        return self._router.url
+
+    @property
+    def router_addresses(self) -> dict[str, tuple[str, int]]:
+        """Host and port of every model's router, the default one first."""
+        return {
+            name: router.address
+            for name, router in sorted(self.routers.items(), key=lambda r: not r[1].planned.default)
+        }
 
     @property
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
         """The engines that get the trainer's weights."""
-        layout, per_engine = self._placement.layout, self._config.cluster.rollout_num_gpus_per_engine
-        rank_of = {slot: rank for rank, slot in enumerate(layout.trainer)}
-        endpoints: list[EngineEndpoint] = []
-        for index, url in enumerate(self.urls):
-            numbers = layout.rollout[index * per_engine : (index + 1) * per_engine]  # none for one that runs elsewhere
-            slots = [self._placement.slots[number] for number in numbers]
-            endpoints.append(
-                EngineEndpoint(
-                    url=url,
-                    name=f"engine {index}",
-                    backend="sglang" if self._config.engine.rollout_backend == "sglang" else "embedded",
-                    num_gpus=per_engine,
-                    node_id=slots[0].node_id if slots else None,
-                    gpu_ids=tuple(slot.gpu_id for slot in slots if slot.gpu_id is not None),
-                    trainer_ranks=tuple(rank_of[number] for number in numbers if number in rank_of),
-                    model_path=self._config.rollout.hf_checkpoint,
-                    local_dir=self._config.weights.update_weight_local_checkpoint_dir,
-                    pull=ActorPull(f"engine {index}", (self._actors[f"engine {index}"],)) if slots else None,
-                )
-            )
-        return tuple(endpoints)
+        own = tuple(server.endpoint for server in self.servers if server.planned.updatable)
+        return own + external_endpoints(self._config)
 
     @property
-    def router_url(self) -> str:
-        """Address of the router."""
-        return f"http://{self.router_ip}:{self.router_port}"
+    def urls(self) -> list[str]:
+        """Addresses of the engines that get the trainer's weights."""
+        return [endpoint.url for endpoint in self.endpoints]
 
     def start_router(self) -> None:
-        """Start the router unless one was given; it serves before any engine is registered."""
-        if self._config.engine.sglang_router_ip is not None:
-            return
-        actor = self._host("router", waits.on_this_node())
-        host = self._get(actor.address.remote(self._local), "router host")
-        port = self._config.engine.sglang_router_port or self._get(
-            actor.free_port.remote(random.choice(ROUTER_PORTS)), "router port"
-        )
-        metrics_port = self._get(actor.free_port.remote(random.choice(PROMETHEUS_PORTS)), "router metrics port")
-        values = router_values(self._config, host=host, port=port, prometheus_port=metrics_port)
-        self.router_ip, self.router_port = host, port
-        launched = actor.launch.remote(router_command(values), self._log_dir / "router.log", {})
-        self._get(launched, "the router to be launched")
-        limit = self._config.engine.engine_start_timeout_seconds
-        self._ready.append(("router", actor.wait_ready.remote(f"{self.router_url}/liveness", limit)))
+        """Start the routers, except one that was given; they serve before any engine is registered."""
+        for router in self.routers.values():
+            router.begin_host()
+        for router in self.routers.values():
+            router.launch()
 
     def launch(self) -> None:
-        """Start all engine processes; ``wait_ready`` waits for them."""
-        per_engine = self._config.cluster.rollout_num_gpus_per_engine
-        slots = self._placement.layout.rollout
-        first_slots = slots[: len(slots) // per_engine * per_engine : per_engine]
-        if not first_slots:
-            return
-        cores = sorted(os.sched_getaffinity(0))
-        threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(cores), len(first_slots)))
-        for index, slot in enumerate(first_slots):
-            # Engines place themselves by GPU id: show them every GPU of the node.
-            env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-            options = self._placement.options(slot, ENGINE_SHARE) | {"runtime_env": {"env_vars": env}}
-            actor = self._host(f"engine {index}", options)
-            host = self._get(actor.address.remote(self._local), f"engine {index} host")
-            port = self._get(actor.free_port.remote(random.choice(ENGINE_PORTS)), f"engine {index} port")
-            command = engine_command(
-                self._config,
-                index=index,
-                host=host,
-                port=port,
-                base_gpu_id=self._placement.slots[slot].gpu_id or 0,
-            )
-            log_path = self._log_dir / f"engine_{index}.log"
-            process_env = {"OMP_NUM_THREADS": str(threads)} | engine_environment(
-                self._config, index=index, num_engines=len(first_slots), cores=cores
-            )
-            self._get(actor.launch.remote(command, log_path, process_env), f"engine {index} to be launched")
-            url = f"http://{host}:{port}"
-            self.urls.append(url)
-            limit = self._config.engine.engine_start_timeout_seconds
-            self._ready.append((f"engine {index}", actor.wait_ready.remote(f"{url}/health", limit)))
+        """Start all engine processes; ``wait_ready`` waits for them. Encoders come first: others need their address."""
+        for server in self.servers:
+            server.begin_hosts()
+        encoders = [server for server in self.servers if server.planned.worker_type == "encoder"]
+        for server in encoders:
+            server.launch()
+        self._wait_engines(encoders)
+        for server in self.servers:
+            if server not in encoders:
+                server.launch([e.url for e in encoders if e.planned.model == server.planned.model])
 
     def wait_ready(self) -> None:
-        """Wait for every process started so far, then register the engines in the router.
+        """Wait for every process started so far, then register the engines in their routers.
 
         Raises:
             EngineError: One died; with the end of its log.
             WaitTimeoutError: One did not answer in time; likewise.
         """
         limit = self._config.engine.engine_start_timeout_seconds
-        waits.get_all(
-            [ref for _, ref in self._ready],
-            waited_for=[f"{name} to be ready" for name, _ in self._ready],
-            timeout_seconds=limit + 10,
-            on_death=lambda i: self._death(self._ready[i][0]),
-        )
-        self._ready = []
-        for url in self.urls:
-            http_control.request(f"{self.router_url}/workers", {"url": url}, timeout_seconds=self._control_seconds)
-        if self.urls:
-            wait_until(
-                self._all_registered,
-                waiter="the driver",
-                waited_for=f"the router at {self.router_url} to accept {len(self.urls)} engines",
-                timeout_seconds=self._control_seconds,
-            )
-
-    def _all_registered(self) -> bool:
-        reply = http_control.request(f"{self.router_url}/workers", timeout_seconds=self._control_seconds)
-        healthy = {w["url"].rstrip("/") for w in reply["workers"] if w["is_healthy"]}
-        return healthy >= set(self.urls) and responds(f"{self.router_url}/readiness")
+        ours = [router for router in self.routers.values() if router.is_ours]
+        _wait_ready([router.process for router in ours], [router.readiness(limit) for router in ours], limit)
+        self._wait_engines(self.servers)
+        for model, router in self.routers.items():
+            register(router.url, self._registrations(model), timeout_seconds=self._control_seconds)
 
     def check(self) -> None:
-        """Raise EngineError if an engine or the router died."""
-        waits.get_all(
-            [actor.check.remote() for actor in self._actors.values()],
-            waited_for=[f"the host of {name}" for name in self._actors],
-            timeout_seconds=_CHECK_SECONDS,
-            on_death=lambda i: self._death(list(self._actors)[i]),
-        )
+        """Raise EngineError if an engine or a router of ours died."""
+        processes = [process for server in self.servers for process in server.processes]
+        for error in failures([*processes, *(router.process for router in self.routers.values())]).values():
+            raise error
 
     def weight_versions(self) -> list[str]:
-        """Weight version of each engine, as it reports it."""
+        """Weight version of each engine that gets weights, as it reports it."""
         seconds = self._control_seconds
         replies = http_control.in_parallel(
             lambda u: http_control.request(f"{u}/model_info", timeout_seconds=seconds), self.urls
@@ -231,42 +138,84 @@ class EngineGroup:
         return [str(reply["weight_version"]) for reply in replies]
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Give the engines' device memory to the trainer; the cache is flushed first."""
-        self._post("/flush_cache", {})
-        self._post("/release_memory_occupation", {"tags": list(tags) if tags else None})
+        """Give the trainer the memory of the engines that share its devices; the cache is flushed first."""
+        self._to_offloaded("/flush_cache", {})
+        self._to_offloaded("/release_memory_occupation", {"tags": list(tags) if tags else None})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         """Take device memory back."""
-        self._post("/resume_memory_occupation", {"tags": list(tags) if tags else None})
+        self._to_offloaded("/resume_memory_occupation", {"tags": list(tags) if tags else None})
 
     def close(self, timeout_seconds: float = 8.0) -> None:
-        """End engines, then the router; safe to call twice."""
-        actors, self._actors = self._actors, {}
-        refs = [actor.stop.remote() for actor in actors.values()]
+        """End engines and routers of ours; safe to call twice."""
+        for model, router in self.routers.items():
+            if not router.is_ours:
+                deregister(router.url, [entry.url for entry in self._registrations(model)])
+        hosted = [process for server in self.servers for process in server.processes]
+        hosted += [router.process for router in self.routers.values()]
+        refs = [ref for process in hosted if (ref := process.stop()) is not None]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout_seconds)
-        for actor in actors.values():
-            ray.kill(actor)
+        for process in hosted:
+            process.leave()
+
+    def _wait_engines(self, servers: Sequence[EngineServer]) -> None:
+        """Wait until engines answer; one that lost a port to another program is started again with other ports."""
+        limit = self._config.engine.engine_start_timeout_seconds
+        refs = {server.name: server.readiness(limit) for server in servers}
+        for _ in range(_PORT_ATTEMPTS - 1):
+            try:
+                return _wait_ready([server.processes[0] for server in servers], list(refs.values()), limit)
+            except PortTakenError as error:
+                logger.warning("an engine is started again with other ports: %s", error)
+            for server in servers:
+                if _lost_its_port(refs[server.name]):
+                    server.launch()
+                    refs[server.name] = server.readiness(limit)
+        return _wait_ready([server.processes[0] for server in servers], list(refs.values()), limit)
+
+    def _registrations(self, model: str) -> list[Registration]:
+        """What the router of a model is told; encoders serve other engines, not requests."""
+        own = [
+            server.registration
+            for server in self.servers
+            if server.planned.model == model and server.planned.worker_type != "encoder" and server.url
+        ]
+        return own + (external_registrations(self._config) if model == self.plan.default_router.model else [])
+
+    def _environment(self, planned: PlannedEngine) -> dict[str, str]:
+        """Environment of an engine's processes: their share of the cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        count = sum(engine.num_gpus for engine in self.plan.engines)
+        threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(cores), count))
+        own = engine_environment(self._config, planned, num_processes=count, cores=cores)
+        return {"OMP_NUM_THREADS": str(threads)} | own
 
     @property
     def _control_seconds(self) -> float:
         return self._config.engine.http_control_timeout_seconds
 
-    def _post(self, path: str, payload: Any) -> None:
+    def _to_offloaded(self, path: str, payload: Any) -> None:
         seconds = self._control_seconds
-        http_control.in_parallel(
-            lambda u: http_control.request(f"{u}{path}", payload, timeout_seconds=seconds), self.urls
-        )
+        urls = [server.url for server in self.servers if server.planned.offloaded]
+        http_control.in_parallel(lambda u: http_control.request(f"{u}{path}", payload, timeout_seconds=seconds), urls)
 
-    def _host(self, name: str, options: dict[str, Any]) -> Any:
-        setting = ActorSetting.of(f"{name} host", self._log_dir)
-        actor = ray.remote(concurrency_groups={FILES_THREAD: 1})(ServerActor).options(**options).remote(setting)
-        self._actors[name] = actor
-        return actor
 
-    def _get(self, ref: Any, waited_for: str) -> Any:
-        return waits.get(ref, waited_for=waited_for, timeout_seconds=self._config.cluster.cluster_start_timeout_seconds)
+def _wait_ready(processes: Sequence[HostedServer], refs: Sequence[Any], limit: float) -> None:
+    waits.get_all(
+        refs,
+        waited_for=[f"{process.name} to be ready" for process in processes],
+        timeout_seconds=limit + 10,
+        on_death=lambda i: processes[i].death_of_host(),
+    )
 
-    def _death(self, name: str) -> SlimeError:
-        log = ActorSetting.of(f"{name} host", self._log_dir)
-        return EngineError(f"the process hosting {name} died; {log.log_tail()}")
+
+def _lost_its_port(ref: Any) -> bool:
+    """Whether a readiness that is known by now is that failure."""
+    if not ray.wait([ref], timeout=0)[0]:
+        return False
+    try:
+        waits.get(ref, waited_for="an engine to be ready", timeout_seconds=0.0)
+    except SlimeError as error:  # another failure comes up again where all of them are waited for
+        return isinstance(error, PortTakenError)
+    return False

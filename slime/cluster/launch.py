@@ -84,7 +84,9 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
         engines = EngineGroup(config, placement, log_dir)
         _close_at_end(stack, engines.close)
         engines.start_router()
-        facts = {"sglang_router_ip": engines.router_ip, "sglang_router_port": engines.router_port}
+        addresses = engines.router_addresses
+        ip, port = next(iter(addresses.values()))
+        facts = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_model_routers": addresses}
     rollout = RolloutHandle(config, log_dir, facts)
     _close_at_end(stack, rollout.close)
     if not config.debug.debug_rollout_only:

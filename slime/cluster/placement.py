@@ -1,12 +1,13 @@
 """Which process gets which device.
 
 Owns the reservation of a layout's slots as a Ray placement group. Tests hold that a cluster that is
-too small is refused with both numbers.
+too small is refused with both numbers, and one whose nodes would cut an engine in two.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster import waits
+from slime.config.engine_plan import EnginePlan
 from slime.config.layout import Layout
 from slime.errors import ConfigError, WaitTimeoutError
 
@@ -32,6 +34,27 @@ class Slot:
     bundle: int
     node_id: str
     gpu_id: int | None
+
+
+def check_engine_slots(plan: EnginePlan, slots: Sequence[Slot]) -> None:
+    """Refuse a placement in which a process of an engine would not have neighbouring GPUs of one node.
+
+    Raises:
+        ConfigError: Naming the engine and what it got.
+    """
+    for engine in plan.engines:
+        for process in engine.processes:
+            own = [slots[number] for number in process.slots]
+            gpus = [slot.gpu_id for slot in own if slot.gpu_id is not None]
+            one_node = len({slot.node_id for slot in own}) == 1
+            if one_node and gpus == list(range(gpus[0], gpus[0] + len(gpus)) if gpus else ()):
+                continue
+            found = ", ".join(f"GPU {slot.gpu_id} of node {slot.node_id[:8]}" for slot in own)
+            raise ConfigError(
+                f"{engine.name} needs {len(own)} neighbouring GPUs of one node and would get {found}; choose "
+                "--num-gpus-per-node, --rollout-num-gpus-per-engine and --actor-num-gpus-per-node so that engines do "
+                "not reach over the end of a node"
+            )
 
 
 class _Probe:

@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -115,6 +114,12 @@ class ServerProcess:
                 continue
         _signal_group(self._process.pid, signal.SIGKILL)  # workers a dead server left behind
 
+    def kill(self) -> None:
+        """End the process and its group by force, without giving it a chance to answer anything more."""
+        _signal_group(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5.0)
+
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -129,24 +134,3 @@ def responds(url: str, timeout_seconds: float = 5.0) -> bool:
             return reply.status == 200
     except (urllib.error.URLError, OSError):
         return False
-
-
-def free_port(start: int, *, attempts: int = 1000) -> int:
-    """A TCP port nobody listens on.
-
-    Args:
-        start: First candidate.
-        attempts: How many ports from ``start`` on are tried.
-
-    Raises:
-        EngineError: No port was free.
-    """
-    for candidate in range(start, min(start + attempts, 65536)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", candidate))
-            except OSError:
-                continue
-            return candidate
-    raise EngineError(f"no free TCP port from {start} on, {attempts} tried")

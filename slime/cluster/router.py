@@ -17,14 +17,25 @@ from slime.config.router_flags import ROUTER_PRESETS
 from slime.errors import ConfigError
 
 
-def router_values(config: Config, *, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
-    """Keyword arguments of ``RouterArgs``: presets, then what the user gave."""
+def router_values(
+    config: Config, *, host: str, port: int, prometheus_port: int, disaggregated: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of ``RouterArgs``: presets, then what the user gave.
+
+    Args:
+        config: Resolved configuration.
+        host: Address to bind.
+        port: Port to bind.
+        prometheus_port: For its metrics.
+        disaggregated: Whether prefill and decode are different engines.
+    """
     return {
         **ROUTER_PRESETS,
         "request_timeout_secs": config.engine.sglang_router_request_timeout_secs,
         "prometheus_port": prometheus_port,
         "prometheus_host": "127.0.0.1" if host == "127.0.0.1" else "0.0.0.0",
         **config.router,
+        "pd_disaggregation": disaggregated,
         "host": host,
         "port": port,
     }

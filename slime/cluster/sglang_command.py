@@ -62,17 +62,16 @@ def cpu_presets(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in presets.items() if given.get(name) is None}
 
 
-def cpu_environment(*, engine: int, num_engines: int, ranks: int, cores: Sequence[int]) -> dict[str, str]:
+def cpu_environment(*, first: int, ranks: int, num_processes: int, cores: Sequence[int]) -> dict[str, str]:
     """Environment of a server on a machine without GPU: its CPU platform, and a share of the cores for each process.
 
     Args:
-        engine: Number of the engine on the machine.
-        num_engines: Engines that share the machine.
-        ranks: Scheduler processes of one engine.
+        first: Scheduler processes of the engines before it.
+        ranks: Scheduler processes of the engine.
+        num_processes: Scheduler processes of all engines that share the machine.
         cores: Cores that may be used.
     """
-    first, total = engine * ranks, max(num_engines * ranks, 1)
-    shares = [",".join(str(core) for core in _share(cores, first + rank, total)) for rank in range(ranks)]
+    shares = [",".join(str(core) for core in _share(cores, first + rank, num_processes)) for rank in range(ranks)]
     return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join(shares)}
 
 

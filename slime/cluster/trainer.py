@@ -22,7 +22,7 @@ import ray
 from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
 from slime.cluster.placement import TRAINER_SHARE, Placement
-from slime.cluster.process import free_port
+from slime.cluster.ports import free_port
 from slime.cluster.progress import ProgressReports
 from slime.config import Config
 from slime.errors import SlimeError, TrainerError

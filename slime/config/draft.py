@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from slime.config.deployment import ModelDeployment
+from slime.config.external import ExternalEngine
 from slime.config.flags import flag_specs
 from slime.config.hf import HfModel
 from slime.config.schema import SECTIONS
@@ -31,6 +35,7 @@ class Surroundings:
         num_cuda_devices: CUDA devices of this machine that the process may use.
         sglang_installed: Whether the SGLang package can be imported.
         tensorboard_installed: Whether the tensorboard package can be imported.
+        query_engine: Asks an engine that already runs, by its URL, what it says of itself.
         joins_cluster: Whether the run joins a Ray cluster that may have other machines.
         start_time: ``YYYYmmdd_HHMMSS``, names a run that nobody named.
     """
@@ -38,6 +43,7 @@ class Surroundings:
     num_cuda_devices: int = 0
     sglang_installed: bool = False
     tensorboard_installed: bool = False
+    query_engine: Callable[[str], Mapping[str, Any]] | None = None
     joins_cluster: bool = False
     start_time: str = "run"
 
@@ -48,6 +54,7 @@ class Draft:
 
     ``given`` holds the field names the user set, on the command line or in ``--custom-config-path``.
     ``megatron_flags`` holds the Megatron flags on the command line.
+    ``external_info`` holds what engines that already run said of themselves, by URL.
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -63,6 +70,9 @@ class Draft:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     hf: HfModel | None = None
+    deployment: tuple[ModelDeployment, ...] = ()
+    external_engines: tuple[ExternalEngine, ...] = ()
+    external_info: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     surroundings: Surroundings
     given: frozenset[str] = frozenset()
     megatron_flags: frozenset[str] = frozenset()

@@ -16,11 +16,13 @@ from slime.config.custom_file import read_custom_file
 from slime.config.draft import Draft, Surroundings
 from slime.config.embedded_flags import check_embedded_flags
 from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG
+from slime.config.engine_overrides import check_overrides
 from slime.config.families import FlagFamily, MegatronConfig, MegatronContext, PrefixFamily, plain_json
 from slime.config.flags import FlagSpec, flag_specs
 from slime.config.roles import RoleConfig, RoleOverrides, critic_config, read_roles
 from slime.config.rules import RULES
 from slime.config.rules.availability import UNAVAILABLE_MODEL_FLAGS
+from slime.config.rules.external import check_external_engines
 from slime.config.rules.inputs import file_problem
 from slime.config.rules.parallel import check_parallel
 from slime.config.schema import SECTIONS, Config, all_flag_specs
@@ -110,6 +112,8 @@ def parse(
     engine_values = _prefixed(families.sglang, split.sglang, specs, draft)
     check_embedded_flags(draft, engine_values)
     check_sglang_flags(draft, engine_values)
+    check_overrides(draft, families.sglang, engine_values)
+    check_external_engines(draft, engine_values)
     router_values = _prefixed(families.router, split.router, specs, draft)
     if families.custom is not None:
         extra.update(_foreign(families.custom, split.custom, draft))
@@ -306,6 +310,8 @@ def _build(
         router=router,
         custom=custom,
         hf=draft.hf,
+        deployment=draft.deployment,
+        external_engines=draft.external_engines,
         notices=tuple(dict.fromkeys(draft.notices)),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slime.config.engine_plan import DEFAULT_MODEL, PlannedEngine, plan_engines
 from slime.config.families import MegatronConfig
 from slime.config.hf import count_parameters
 from slime.config.schema import Config
@@ -61,17 +62,51 @@ def _processes(config: Config) -> Sequence[str]:
             f"critic: on the trainer's; TP {own.tensor_model_parallel_size} x PP {own.pipeline_model_parallel_size} x "
             f"CP {own.context_parallel_size}, from {config.critic.checkpoint.load}"
         )
-    per_engine = cluster.rollout_num_gpus_per_engine
-    for index, first in enumerate(layout.rollout[::per_engine]):
-        lines.append(f"engine {index}: {config.engine.rollout_backend}, {unit} {_span(first, per_engine)}")
-    if config.num_engines:
-        lines.append(f"router: 1, in front of {config.num_engines} engine(s)")
+    lines += _engines(config, unit)
     if cluster.colocate:
         lines.append(
             f"colocated: trainer and engines take turns; offload trainer {'on' if cluster.offload_train else 'off'}, "
             f"engines {'on' if cluster.offload_rollout else 'off'}"
         )
     return lines
+
+
+def _engines(config: Config, unit: str) -> Sequence[str]:
+    plan = plan_engines(config)
+    backend = config.engine.rollout_backend
+    lines = [f"{e.name}: {backend}, {unit} {_slots(e.slots)}{_role(config, e)}" for e in plan.engines]
+    if plan.reserved:
+        lines.append(f"kept free: {unit} {_slots(plan.reserved)}")
+    lines += [
+        f"engine that runs already: {e.backend}, {e.url}, {e.worker_type}, {e.num_gpus} GPU(s)"
+        for e in config.external_engines
+    ]
+    if len(plan.routers) > 1:
+        for router in plan.routers:
+            count = sum(e.model == router.model for e in plan.engines)
+            default = ", the default one" if router.default else ""
+            lines.append(f"router of {router.model}: in front of {count} engine(s){default}")
+    elif config.num_engines:
+        lines.append(f"router: 1, in front of {config.num_engines} engine(s)")
+    return lines
+
+
+def _role(config: Config, engine: PlannedEngine) -> str:
+    """What is special about an engine."""
+    facts = [engine.worker_type] if engine.worker_type != "regular" else []
+    if config.deployment and engine.model != DEFAULT_MODEL:
+        facts.append(f"model {engine.model} from {engine.model_path}")
+        facts.append("gets the trained weights" if engine.updatable else "keeps its weights")
+    if len(engine.processes) > 1:
+        facts.append(f"{len(engine.processes)} nodes")
+    facts += [f"{name}={value}" for name, value in engine.overrides.items()]
+    return "".join(f", {fact}" for fact in facts)
+
+
+def _slots(slots: Sequence[int]) -> str:
+    """Slot numbers, neighbours as a span."""
+    whole = list(slots) == list(range(slots[0], slots[-1] + 1))
+    return _span(slots[0], len(slots)) if whole else ", ".join(map(str, slots))
 
 
 def _span(first: int, count: int) -> str:
@@ -147,7 +182,8 @@ def _memory(config: Config) -> Sequence[str]:
         if config.checkpoint.ref_load is not None and (config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0):
             lines.append(f"reference weights, each rank, host memory: {_size(local * width)}")
     if config.num_engines:
-        share = parameters * width / config.cluster.rollout_num_gpus_per_engine
+        own = [engine.num_gpus for engine in (*plan_engines(config).engines, *config.external_engines)]
+        share = parameters * width / min(own)
         lines.append(f"engine, each {'GPU' if config.cluster.device == 'cuda' else 'process'}: {_size(share)}")
     return lines
 

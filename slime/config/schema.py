@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
+from slime.config.deployment import ModelDeployment
 from slime.config.engine_flags import SGLANG_SECRETS
+from slime.config.external import ExternalEngine
 from slime.config.families import MegatronConfig
 from slime.config.flags import FlagSpec, Section, flag_specs, unwrap_optional
 from slime.config.hf import HfModel
@@ -74,6 +76,10 @@ class Config:
     router: Mapping[str, Any] = field(default_factory=dict[str, Any])
     custom: Mapping[str, Any] = field(default_factory=dict[str, Any])
     hf: HfModel | None = None
+    deployment: tuple[ModelDeployment, ...] = ()
+    """The models of ``--sglang-config`` or ``--prefill-num-servers``; empty: one model on all rollout slots."""
+    external_engines: tuple[ExternalEngine, ...] = ()
+    """Engines that already run, as they described themselves."""
     role: Role = "actor"
     """Which model a training process holds with this configuration."""
     critic: RoleConfig | None = None
@@ -83,8 +89,13 @@ class Config:
 
     @property
     def num_engines(self) -> int:
-        """Engines that generate; 0 without local engines."""
-        return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
+        """Engines of all models, those that already run included; 0 without any."""
+        if self.external_engines:
+            return len(self.external_engines)
+        per_engine = self.cluster.rollout_num_gpus_per_engine
+        if self.deployment:
+            return sum(g.num_engines(per_engine) for model in self.deployment for g in model.server_groups)
+        return (self.cluster.rollout_num_gpus or 0) // per_engine
 
     @property
     def layout(self) -> Layout:

@@ -33,7 +33,7 @@ def check_sglang_flags(draft: Draft, values: Mapping[str, Any]) -> None:
             for name, why in _NEEDS_CUDA.items()
             if values.get(name)
         ]
-    if draft.engine.sglang_config is None:  # a deployment file gives each engine its own sizes
+    if not draft.deployment:  # its groups are checked with their own sizes
         draft.problems += split_problems(draft.cluster.rollout_num_gpus_per_engine, values)
 
 

@@ -71,6 +71,11 @@ def ask_features(url: str, *, timeout_seconds: float, waiter: str = "the driver"
         EngineError: It cannot be reached, or what answers is no engine.
         WaitTimeoutError: No answer in time.
     """
+    return features_of(ask_server_info(url, timeout_seconds=timeout_seconds, waiter=waiter))
+
+
+def ask_server_info(url: str, *, timeout_seconds: float, waiter: str = "the driver") -> dict[str, Any]:
+    """What an engine says of itself, whichever name its version has for that; arguments and errors as above."""
     try:
         info = request(url + api.SERVER_INFO, timeout_seconds=timeout_seconds, waiter=waiter)
     except HttpStatusError as error:
@@ -79,7 +84,7 @@ def ask_features(url: str, *, timeout_seconds: float, waiter: str = "the driver"
         info = request(url + _OLD_SERVER_INFO, timeout_seconds=timeout_seconds, waiter=waiter)
     if not isinstance(info, dict):
         raise EngineError(f"{url}{api.SERVER_INFO} answered {info!r:.200}; an engine answers with a JSON object")
-    return features_of(cast("dict[str, Any]", info))
+    return cast("dict[str, Any]", info)
 
 
 def features_of(info: Mapping[str, Any]) -> EngineFeatures:

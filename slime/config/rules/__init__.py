@@ -13,9 +13,11 @@ from slime.config.rules.availability import check_availability
 from slime.config.rules.batches import resolve_batches
 from slime.config.rules.checkpoints import resolve_checkpoints
 from slime.config.rules.corrections import check_corrections
+from slime.config.rules.deployment import resolve_deployment
 from slime.config.rules.distillation import check_distillation
 from slime.config.rules.engines import resolve_engines
 from slime.config.rules.evaluation import resolve_evaluation
+from slime.config.rules.external import resolve_external_engines
 from slime.config.rules.idle import check_idle
 from slime.config.rules.inputs import resolve_inputs
 from slime.config.rules.lengths import resolve_lengths
@@ -32,6 +34,8 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_supervised,
     resolve_release,
     resolve_outputs,
+    resolve_deployment,
+    resolve_external_engines,
     resolve_placement,
     resolve_model,
     resolve_checkpoints,

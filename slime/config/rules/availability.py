@@ -17,9 +17,6 @@ _DEFAULT_ONLY: tuple[Any, ...] = ()
 
 AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     # Placement and processes
-    "rollout_external_engine_addrs": _DEFAULT_ONLY,
-    "prefill_num_servers": _DEFAULT_ONLY,
-    "sglang_config": _DEFAULT_ONLY,
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
     "use_fault_tolerance": _DEFAULT_ONLY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.config.draft import Draft
+from slime.config.rules.deployment import check_deployment
 
 
 def resolve_engines(draft: Draft) -> None:
@@ -18,16 +19,17 @@ def resolve_engines(draft: Draft) -> None:
             "--rollout-backend sglang: the package sglang is not installed in this environment; install it as "
             "docs/engines.md says, or use embedded"
         )
-    if (engine.sglang_router_ip is None) != (engine.sglang_router_port is None):
-        draft.problems.append("--sglang-router-ip and --sglang-router-port name one router; give both or none")
-    if engine.prefill_num_servers is not None and engine.sglang_config is not None:
-        draft.problems.append("--prefill-num-servers and --sglang-config exclude each other")
+    if engine.sglang_router_ip is not None and engine.sglang_router_port is None:
+        draft.problems.append("--sglang-router-ip names a router that already runs; add its --sglang-router-port")
+    check_deployment(draft)
     if draft.engine.rollout_backend == "embedded":
         _embedded(draft)
 
 
 def _embedded(draft: Draft) -> None:
     per_engine = draft.cluster.rollout_num_gpus_per_engine
+    if draft.deployment or draft.external_engines:  # their sizes are their own
+        return
     if per_engine != 1 and not draft.debug.debug_train_only:
         draft.problems.append(
             f"--rollout-num-gpus-per-engine {per_engine}: the embedded engine runs in one process; use 1"

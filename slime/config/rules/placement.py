@@ -133,7 +133,7 @@ def _check_addresses(draft: Draft) -> None:
 def _check_counts(draft: Draft) -> None:
     cluster = draft.cluster
     rollout, per_engine = cluster.rollout_num_gpus or 0, cluster.rollout_num_gpus_per_engine
-    if rollout % per_engine:
+    if rollout % per_engine and not draft.deployment and not draft.external_engines:
         draft.problems.append(
             f"--rollout-num-gpus {rollout} is not a multiple of --rollout-num-gpus-per-engine {per_engine}"
         )
@@ -172,7 +172,10 @@ def _say_what_runs(draft: Draft) -> None:
     cluster = draft.cluster
     if cluster.device != "cpu":
         return
-    engines = (cluster.rollout_num_gpus or 0) // cluster.rollout_num_gpus_per_engine
+    per_engine = cluster.rollout_num_gpus_per_engine
+    groups = [group for model in draft.deployment for group in model.server_groups]
+    engines = sum(group.num_engines(per_engine) for group in groups) or (cluster.rollout_num_gpus or 0) // per_engine
+    engines = 0 if draft.external_engines else engines
     trainers = 0 if draft.debug.debug_rollout_only else cluster.world_size
     critics = f", {trainers} critic" if trainers and draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS else ""
     why = "--device cpu" if "device" in draft.given else "no CUDA device"

@@ -17,13 +17,19 @@ class EngineConfig(Section):
         doc="Inference engine. auto: SGLang on CUDA devices where it is installed, else the embedded engine.",
     )
     sglang_router_ip: str | None = flag(None, doc="Router that already runs. Default: one is started.")
-    sglang_router_port: int | None = flag(None, at_least=1, at_most=65535, doc="Port of the router.")
+    sglang_router_port: int | None = flag(
+        None, at_least=1, at_most=65535, doc="Port of the router, also of one that is started."
+    )
     sglang_router_request_timeout_secs: int = flag(14400, at_least=1, doc="Bound on a request in the router.")
     sglang_server_concurrency: int = flag(
         512, at_least=1, doc="Requests in flight per engine; the client allows this times the number of engines."
     )
-    prefill_num_servers: int | None = flag(None, at_least=1, doc="Engines that only prefill (P/D disaggregation).")
-    sglang_config: str | None = flag(None, metavar="YAML", doc="Deployment of several engine groups.")
+    prefill_num_servers: int | None = flag(
+        None, at_least=1, doc="Engines that only prefill, the others only decode; with the SGLang engine."
+    )
+    sglang_config: str | None = flag(
+        None, metavar="YAML", doc="Deployment of several models and engine groups: docs/engines.md."
+    )
     http_proxy: str | None = flag(None, doc="Proxy for requests to the engines.")
     use_distributed_post: bool = flag(False, doc="Spread requests to the engines over one process per node.")
     http_connect_timeout_seconds: float = flag(10.0, above=0, doc="Bound on connecting to an engine or the router.")

@@ -110,7 +110,7 @@ class RolloutConfig(Section):
         doc="Fully asynchronous rollout: oldest weights, in versions, a trained sample may come from.",
     )
     rollout_external_engine_addrs: tuple[str, ...] | None = flag(
-        None, metavar="HOST:PORT", doc="Use engines that already run."
+        None, metavar="HOST:PORT", doc="Use engines that already run, on GPUs of their own."
     )
     rollout_buffer_url: str | None = flag(None, doc="Address of an external rollout buffer.")
     fetch_trajectory_retry_times: int = flag(-1, at_least=-1, doc="Tries to fetch from the buffer; -1: no limit.")

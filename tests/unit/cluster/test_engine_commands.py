@@ -1,14 +1,16 @@
 import dataclasses
 import sys
 
-from slime.cluster.engine_commands import engine_command, flags_of
+from slime.cluster.engine_commands import EngineProcessSetting, engine_command, flags_of
 from slime.cluster.router import router_values
 from slime.config import ClusterConfig, Config, EngineConfig, RolloutConfig, TrainConfig
+from slime.config.deployment import ModelDeployment, ServerGroup
+from slime.config.engine_plan import plan_engines
 
 
 def make_config(**sections):
     base = Config(
-        cluster=ClusterConfig(device="cpu", rollout_num_gpus=2),
+        cluster=ClusterConfig(device="cpu", rollout_num_gpus=2, actor_num_gpus_per_node=1),
         train=TrainConfig(precision="fp32"),
         rollout=RolloutConfig(hf_checkpoint="/models/tiny"),
         engine=EngineConfig(rollout_backend="embedded"),
@@ -21,9 +23,14 @@ def test_flags_of_values():
     assert flags_of(values) == ["--a-b", "1", "--on", "--many", "1", "2", "--zero", "0"]
 
 
+def command_of(config, index=0, **setting):
+    planned = plan_engines(config).engines[index]
+    return engine_command(config, planned, EngineProcessSetting(host="127.0.0.1", **setting))
+
+
 def test_embedded_command_has_address_precision_and_the_users_values_last():
     config = make_config(sglang={"context_length": 512, "dtype": "bfloat16"})
-    command = engine_command(config, index=1, host="127.0.0.1", port=15001, base_gpu_id=0)
+    command = command_of(config, 1, port=15001, nccl_port=15002)
     assert command[:3] == [sys.executable, "-m", "slime.engines.server"]
     pairs = dict(zip(command[3::2], command[4::2], strict=True))
     assert pairs["--model-path"] == "/models/tiny"
@@ -32,25 +39,88 @@ def test_embedded_command_has_address_precision_and_the_users_values_last():
     assert pairs["--context-length"] == "512"
     assert pairs["--random-seed"] == "43"  # --rollout-seed plus the engine's number
     config = make_config(sglang={"cuda_graph_max_bs": 8})
-    assert "--cuda-graph-max-bs" not in engine_command(config, index=0, host="h", port=1, base_gpu_id=0)
+    assert "--cuda-graph-max-bs" not in command_of(config, port=1, nccl_port=2)
+
+
+def sglang_config(**cluster):
+    return make_config(
+        cluster=ClusterConfig(device="cuda", actor_num_gpus_per_node=8, rollout_num_gpus=8, **cluster),
+        engine=EngineConfig(rollout_backend="sglang"),
+    )
+
+
+def value_of(command, flag):
+    return command[command.index(flag) + 1]
 
 
 def test_sglang_command_divides_tensor_from_pipeline_parallel():
-    cluster = ClusterConfig(device="cuda", rollout_num_gpus=8, rollout_num_gpus_per_engine=4, offload_rollout=True)
-    config = make_config(
-        cluster=cluster, engine=EngineConfig(rollout_backend="sglang"), sglang={"pp_size": 2, "log_level": "info"}
-    )
-    command = engine_command(config, index=1, host="h", port=1, base_gpu_id=4)
+    config = sglang_config(rollout_num_gpus_per_engine=4, offload_rollout=True, colocate=True)
+    config = dataclasses.replace(config, sglang={"pp_size": 2, "log_level": "INFO"})
+    command = command_of(config, 1, port=1, nccl_port=7, base_gpu_id=4, dist_init_addr="10.0.0.1:9")
     assert command[2] == "sglang.launch_server"
-    assert command[command.index("--tp-size") + 1] == "2"
-    assert command[command.index("--base-gpu-id") + 1] == "4"
+    assert value_of(command, "--tp-size") == "2"
+    assert value_of(command, "--base-gpu-id") == "4"
+    assert value_of(command, "--log-level") == "info"
+    assert (value_of(command, "--nnodes"), value_of(command, "--node-rank")) == ("1", "0")
+    assert (value_of(command, "--dist-init-addr"), value_of(command, "--nccl-port")) == ("10.0.0.1:9", "7")
+    assert value_of(command, "--random-seed") == "46"  # --rollout-seed plus the GPUs before it
     assert "--enable-memory-saver" in command
+    assert "--enable-weights-cpu-backup" not in command  # the trainer sends them again
+
+
+def test_an_engine_that_shares_no_gpu_keeps_its_memory():
+    command = command_of(sglang_config(offload_rollout=True), port=1, nccl_port=2)
+    assert "--enable-memory-saver" not in command
+
+
+def test_a_group_overrides_the_engine_flags_and_a_frozen_model_keeps_a_copy_of_its_weights():
+    group = ServerGroup(num_gpus=8, num_gpus_per_engine=8, overrides={"chunked_prefill_size": 64, "page_size": None})
+    model = ModelDeployment(name="ref", model_path="/models/r", server_groups=(group,))
+    config = dataclasses.replace(
+        sglang_config(offload_rollout=True, colocate=True),
+        deployment=(model,),
+        sglang={"chunked_prefill_size": 32, "page_size": 4, "context_length": 9},
+    )
+    command = command_of(config, port=1, nccl_port=2)
+    assert value_of(command, "--model-path") == "/models/r"
+    assert (value_of(command, "--chunked-prefill-size"), value_of(command, "--context-length")) == ("64", "9")
+    assert "--page-size" not in command
+    assert "--enable-weights-cpu-backup" in command
+
+
+def test_kinds_of_engines_are_told_what_they_are():
+    groups = [ServerGroup(worker_type=kind, num_gpus=2) for kind in ("encoder", "prefill", "decode", "placeholder")]
+    config = dataclasses.replace(
+        sglang_config(rollout_num_gpus_per_engine=2),
+        deployment=(ModelDeployment(name="m", server_groups=tuple(groups)),),
+    )
+    assert "--encoder-only" in command_of(config, 0, port=1, nccl_port=2)
+    prefill = command_of(config, 1, port=1, nccl_port=2, bootstrap_port=5, encoder_urls=("http://e:1", "http://e:2"))
+    assert value_of(prefill, "--disaggregation-mode") == "prefill"
+    assert value_of(prefill, "--disaggregation-bootstrap-port") == "5"
+    at = prefill.index("--encoder-urls")
+    assert prefill[at + 1 : at + 3] == ["http://e:1", "http://e:2"]
+    assert "--language-only" in prefill
+    decode = command_of(config, 2, port=1, nccl_port=2)
+    assert value_of(decode, "--disaggregation-mode") == "decode"
+    assert "--disaggregation-bootstrap-port" not in decode
+
+
+def test_every_process_of_an_engine_over_nodes_knows_its_place():
+    config = sglang_config(rollout_num_gpus_per_engine=8, num_gpus_per_node=4)
+    planned = plan_engines(config).engines[0]
+    setting = EngineProcessSetting(host="b", port=1, nccl_port=2, node_rank=1, dist_init_addr="a:3")
+    command = engine_command(config, planned, setting)
+    assert (value_of(command, "--nnodes"), value_of(command, "--node-rank")) == ("2", "1")
+    assert (value_of(command, "--dist-init-addr"), value_of(command, "--tp-size")) == ("a:3", "8")
 
 
 def test_router_defaults_and_the_users_policy():
     values = router_values(make_config(), host="127.0.0.1", port=3001, prometheus_port=4001)
     assert values["policy"] == "round_robin"
     assert values["disable_circuit_breaker"] is True
+    assert values["pd_disaggregation"] is False
+    assert router_values(make_config(), host="h", port=1, prometheus_port=2, disaggregated=True)["pd_disaggregation"]
     assert values["request_timeout_secs"] == 14400
     chosen = router_values(make_config(router={"policy": "cache_aware"}), host="h", port=1, prometheus_port=2)
     assert chosen["policy"] == "cache_aware"

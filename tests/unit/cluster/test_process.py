@@ -7,7 +7,8 @@ import time
 import pytest
 
 from slime.cluster.guardian import MARK_VARIABLE, end_marked, marked_processes, new_mark
-from slime.cluster.process import ServerProcess, free_port
+from slime.cluster.ports import free_port
+from slime.cluster.process import ServerProcess
 from slime.errors import EngineError, WaitTimeoutError
 
 

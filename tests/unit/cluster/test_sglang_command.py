@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.engine_commands import engine_command, engine_environment
+from slime.cluster.engine_commands import EngineProcessSetting, engine_command, engine_environment
 from slime.cluster.sglang_command import cpu_environment, cpu_presets, sglang_flags
 from slime.config import ClusterConfig, Config, EngineConfig, RolloutConfig, TrainConfig
+from slime.config.engine_plan import plan_engines
 from slime.config.hf import HfModel
 
 SMALL: dict[str, Any] = {
@@ -19,7 +20,11 @@ SMALL: dict[str, Any] = {
 def make_config(device: str = "cpu", per_engine: int = 1, **sglang: Any) -> Config:
     return Config(
         cluster=ClusterConfig(
-            device=device, rollout_num_gpus=2 * per_engine, rollout_num_gpus_per_engine=per_engine, offload_rollout=True
+            device=device,
+            rollout_num_gpus=2 * per_engine,
+            rollout_num_gpus_per_engine=per_engine,
+            colocate=True,
+            offload_rollout=True,
         ),
         train=TrainConfig(precision="fp32"),
         rollout=RolloutConfig(hf_checkpoint="/models/tiny"),
@@ -81,30 +86,33 @@ def test_memory_of_latents_and_of_long_contexts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "num_engines", "ranks", "cores", "expected"),
+    ("first", "ranks", "num_processes", "cores", "expected"),
     [
         (0, 1, 1, range(4), "0,1,2,3"),
-        (1, 2, 1, range(4), "2,3"),
-        (1, 2, 2, range(8), "4,5|6,7"),
-        (2, 3, 1, range(2), "0"),  # fewer cores than engines: shared
-        (0, 1, 4, [5, 7], "5|7|5|7"),
+        (1, 1, 2, range(4), "2,3"),
+        (2, 2, 4, range(8), "4,5|6,7"),
+        (1, 2, 4, range(8), "2,3|4,5"),  # after an engine of another size
+        (2, 1, 3, range(2), "0"),  # fewer cores than engines: shared
+        (0, 4, 4, [5, 7], "5|7|5|7"),
     ],
 )
-def test_cores_are_shared_out(engine: int, num_engines: int, ranks: int, cores: list[int], expected: str) -> None:
-    found = cpu_environment(engine=engine, num_engines=num_engines, ranks=ranks, cores=list(cores))
+def test_cores_are_shared_out(first: int, ranks: int, num_processes: int, cores: list[int], expected: str) -> None:
+    found = cpu_environment(first=first, ranks=ranks, num_processes=num_processes, cores=list(cores))
     assert found == {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": expected}
 
 
 def test_command_on_a_cpu_and_on_a_gpu() -> None:
-    command = engine_command(make_config(log_level="INFO"), index=0, host="h", port=1, base_gpu_id=0)
+    setting = EngineProcessSetting(host="h", port=1, nccl_port=2)
+    (planned, *_) = plan_engines(make_config()).engines
+    command = engine_command(make_config(log_level="INFO"), planned, setting)
     assert command[command.index("--attention-backend") + 1] == "torch_native"
     assert command[command.index("--dtype") + 1] == "float32"
     assert command[command.index("--log-level") + 1] == "info"
     assert "--skip-server-warmup" in command
     assert "--enable-memory-saver" not in command  # it needs CUDA
-    environment = engine_environment(make_config(), index=0, num_engines=2, cores=[0, 1])
+    environment = engine_environment(make_config(), planned, num_processes=2, cores=[0, 1])
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
-    command = engine_command(make_config("cuda"), index=0, host="h", port=1, base_gpu_id=0)
+    command = engine_command(make_config("cuda"), planned, setting)
     assert "--enable-memory-saver" in command
     assert "--attention-backend" not in command
-    assert engine_environment(make_config("cuda"), index=0, num_engines=2, cores=[0, 1]) == {}
+    assert engine_environment(make_config("cuda"), planned, num_processes=2, cores=[0, 1]) == {}
