@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.draft import Draft, Surroundings
+from slime.config.rules.weight_files import check_weight_files
+from slime.config.sections import RolloutConfig, WeightsConfig
+
 from .conftest import Run, notices
 
 Problems = Callable[..., list[str]]
@@ -33,14 +37,21 @@ def test_complete_settings_are_accepted(run: Run, flags: str) -> None:
         (f"{DISK} --update-weight-mode delta", "requires --update-weight-local-checkpoint-dir"),
         (f"{DELTA} --colocate", "not supported with --colocate"),
         (f"{DISK} --update-weight-local-checkpoint-dir shared/here", "lies in --update-weight-disk-dir shared"),
-        (
-            f"{DISK} --update-weight-local-checkpoint-dir local --rollout-external-engine-addrs 1.2.3.4:5",
-            "could write there",
-        ),
     ],
 )
 def test_what_is_missing_is_named(problems: Problems, flags: str, words: str) -> None:
     assert any(words in problem for problem in problems(flags)), problems(flags)
+
+
+def test_nothing_of_ours_is_on_the_host_of_an_external_engine() -> None:
+    weights = WeightsConfig(
+        update_weight_transport="disk", update_weight_disk_dir="shared", update_weight_local_checkpoint_dir="local"
+    )
+    rollout = RolloutConfig(rollout_external_engine_addrs=("1.2.3.4:5",))
+    draft = Draft(surroundings=Surroundings(), weights=weights, rollout=rollout)
+    check_weight_files(draft)
+    (problem,) = draft.problems
+    assert "is on the host of an engine of --rollout-external-engine-addrs" in problem
 
 
 def test_all_that_is_missing_is_named_together(problems: Problems) -> None:
