@@ -4,7 +4,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 SEED ?= 1
-TESTS ?= tests/unit tests/integration tests/e2e/test_train.py tests/e2e/test_ppo.py
+TESTS ?= tests/unit tests/conformance tests/integration tests/e2e/test_train.py tests/e2e/test_ppo.py
 BIN := $(VENV)/bin
 PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
 export VENV
@@ -36,8 +36,8 @@ test-gpu: setup-dev ## the same checks in fp32 and bf16 on one CUDA device; each
 	$(BIN)/python -m pytest tests/gpu
 
 test-sglang: ## tests with the real SGLang on the CPU, in an environment of its own
-	@VENV=.venv-sglang scripts/setup.sh sglang
-	PYTHONPATH=$(CURDIR)/tests/sglang/shim .venv-sglang/bin/python -m pytest tests/sglang
+	@VENV=.venv-sglang PLATFORM=cpu scripts/setup.sh sglang
+	PYTHONPATH=$(CURDIR)/tests/sglang/shim .venv-sglang/bin/python -m pytest tests/sglang tests/conformance
 
 test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
 	$(BIN)/python -m pytest tests/e2e/test_interrupted.py

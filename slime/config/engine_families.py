@@ -133,6 +133,7 @@ class ArgparseFamily:
     def __post_init__(self) -> None:
         for action in self.parser._actions:  # pyright: ignore[reportPrivateUsage]
             action.default = argparse.SUPPRESS
+            action.required = False  # what the package needs slime gives, later
             if action.dest in self.choices:
                 action.choices = self.choices[action.dest]
 

@@ -59,9 +59,9 @@ class StopConditions:
     def of(cls, params: Mapping[str, Any], end_ids: frozenset[int], tokenizer: Any) -> StopConditions:
         """Those of a request with the sampling parameters ``params``."""
         stop = params.get("stop") or ()
-        own_ids = frozenset[int]() if params.get("ignore_eos") else end_ids
+        ids = end_ids | frozenset(params.get("stop_token_ids") or ())
         return cls(
-            token_ids=own_ids | frozenset(params.get("stop_token_ids") or ()),
+            token_ids=frozenset() if params.get("ignore_eos") else ids,
             strings=(stop,) if isinstance(stop, str) else tuple(stop),
             min_new_tokens=params.get("min_new_tokens") or 0,
             tokenizer=tokenizer,

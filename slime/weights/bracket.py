@@ -23,8 +23,9 @@ from slime.weights.endpoint import EngineEndpoint
 logger = logging.getLogger(__name__)
 
 _FLUSH_TRIES = 60
-_FLUSH_TRY_SECONDS = 1.0
-_WAY_OUT_SECONDS = (0.5, 5.0)
+_FLUSH_FIRST_WAIT_SECONDS = 0.05
+_FLUSH_WAIT_SECONDS = 1.0
+_WAY_OUT_SECONDS = (0.25, 5.0)
 _NOT_FOUND = 404
 _REFUSED = 400
 
@@ -128,30 +129,36 @@ class UpdateBracket:
         self.times = BracketTimes(prepare=opened - started, send=sent - opened, finish=time.monotonic() - sent)
 
     def _flush(self, endpoint: EngineEndpoint) -> None:
-        """Forget what the old weights computed; a request that is still on its way is waited for."""
-        for left in reversed(range(_FLUSH_TRIES)):
-            started = time.monotonic()
+        """Forget what the old weights computed; a request that is still on its way is waited for.
+
+        Asked without a time to wait: SGLang then looks past retracted requests, which a flush that waits does not.
+        """
+        for tried in range(_FLUSH_TRIES):
             try:
-                self._calls.call(endpoint, f"{api.FLUSH_CACHE}?timeout={_FLUSH_TRY_SECONDS:g}", {})
+                self._calls.call(endpoint, api.FLUSH_CACHE, {})
                 return
             except HttpStatusError as error:
                 if error.status != _REFUSED:
                     raise
-                if not left or self._calls.deadline.seconds_left < _FLUSH_TRY_SECONDS:
+                seconds = min(_FLUSH_FIRST_WAIT_SECONDS * 2**tried, _FLUSH_WAIT_SECONDS)
+                if tried == _FLUSH_TRIES - 1 or self._calls.deadline.seconds_left <= seconds:
                     raise WeightSyncError(
                         f"the cache of {endpoint.name} could not be flushed before the update: {error}"
                     ) from None
-            # An engine that does not wait by itself is asked again after the same time.
-            time.sleep(max(_FLUSH_TRY_SECONDS - (time.monotonic() - started), 0.0))
+            time.sleep(seconds)
 
     def _begin(self, endpoint: EngineEndpoint) -> None:
         try:
             self._calls.call(endpoint, api.BEGIN_WEIGHT_UPDATE, {})
         except HttpStatusError as error:
-            if error.status != _NOT_FOUND:  # SGLang before 0.5.21 does not know it, and does without
+            if error.status == _NOT_FOUND:  # SGLang before 0.5.21 does not know it, and does without
+                return
+            if error.status != _REFUSED:
                 raise
-        else:
-            self._open.add(endpoint.url)
+            # Still open from an update at whose end the engine did not answer.
+            self._calls.call(endpoint, api.END_WEIGHT_UPDATE, {})
+            self._calls.call(endpoint, api.BEGIN_WEIGHT_UPDATE, {})
+        self._open.add(endpoint.url)
 
     def _end(self, endpoint: EngineEndpoint) -> None:
         if endpoint.url in self._open:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime.engines import api
-from slime.errors import SlimeError, WaitTimeoutError, WeightSyncError
+from slime.errors import EngineError, SlimeError, WaitTimeoutError, WeightSyncError
 from slime.http_control import HttpStatusError
 from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
@@ -71,6 +71,10 @@ class BroadcastChannel:
     def begin(self) -> None:
         """Start an update."""
         self._failure = None
+        if self._group is None:
+            self._failure = EngineError(
+                "the group of the weights broke in an earlier update; connect the engines again"
+            )
         self.peak_bytes = 0
 
     def start(self, piece: Bucket, version: str) -> None:
@@ -113,12 +117,10 @@ class BroadcastChannel:
 
     def close(self) -> None:
         """Dissolve the group on both sides; engines that do not answer are left alone."""
-        group, self._group = self._group, None
         # At the same time: NCCL may want both sides for it.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="leave") as pool:
             left = pool.submit(self._leave_on_engines)
-            if group is not None:
-                leave_group(group)
+            self._dissolve()
             left.result()
         self._pool.shutdown(wait=False)
 
@@ -183,9 +185,12 @@ class BroadcastChannel:
             torch.cuda.set_device(flat.device)
         answers = [self._pool.submit(announce, endpoint) for endpoint in self._calls.endpoints]
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        for answer in answers:
-            answer.result()  # before waiting for the broadcast: an engine that is gone never takes part in it
-        work.wait()
+        try:
+            for answer in answers:
+                answer.result()  # before waiting for the broadcast: an engine that is gone never takes part in it
+            work.wait()
+        finally:
+            del work  # it keeps the connections open, and an error that is raised here would keep it
 
     def _wait_for_answers(self) -> None:
         sent, self._sent = self._sent, None
@@ -196,8 +201,15 @@ class BroadcastChannel:
         except SlimeError as error:
             self._failure = error
         except RuntimeError as error:  # of the process group
-            self._failure = WeightSyncError(f"the broadcast of weights failed: {error}")
+            self._failure = EngineError(f"the broadcast of weights failed: {error}")
         self.held_bytes -= self._sent_bytes
+        if self._failure is not None and not isinstance(self._failure, WeightSyncError):
+            self._dissolve()  # the engines that wait in the broadcast learn of it and can be spoken to again
+
+    def _dissolve(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            leave_group(group)
 
 
 def _address_towards(endpoints: Sequence[EngineEndpoint]) -> str:

@@ -14,7 +14,7 @@ from slime.weights.endpoint import EngineEndpoint
 
 T = TypeVar("T")
 
-_WORK_SHARE = 0.85
+_WORK_SHARE = 0.8
 _GRACE_SHARE = 0.05
 _MAX_CONNECTIONS = 32
 

@@ -68,8 +68,10 @@ class TensorChannel:
         self._wait_for_answers()
         notes = self._exchange_notes(buffer)
         self._free()
+        if self._stopped:
+            return
         self._buffer = buffer
-        if notes and self._team.leads:
+        if self._team.leads:
             names = f"{piece[0][0]} to {piece[-1][0]}"
             self._posted = self._pool.submit(self._post, notes, version, names)
 

@@ -88,15 +88,15 @@ class FakeEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
-    def switch(self, version: str) -> None:
-        """New weights: what generates now ends with its first token, as in an update that aborts."""
+    def switch(self, version: str, after_seconds: float = 0.0) -> None:
+        """New weights: what generates then ends with its first token, as in an update that aborts."""
 
         def change() -> None:
             self.weight_version = version
             self._aborted.set()
             self._aborted = asyncio.Event()
 
-        self._loop.call_soon_threadsafe(change)
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_seconds, change)
 
     async def until_running(self, count: int) -> None:
         """Wait until ``count`` generations run at the same time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,8 +57,10 @@ def updater_of(
 
 
 def shared_memory_files() -> set[str]:
-    """Names of torch's shared memory on this machine."""
-    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+    """Names of torch's shared memory, ``torch_{pid}_...``, that no other living process than this one made."""
+    names = {path.name for path in Path("/dev/shm").glob("torch_*")}
+    pids = {name: int(name.split("_")[1]) for name in names}
+    return {name for name, pid in pids.items() if pid == os.getpid() or not Path(f"/proc/{pid}").exists()}
 
 
 def as_bucket(weights: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.http_json import json_reply, read_json
 from slime.engines.embedded.payload import flat_tensors, read_shared_tensors
 from slime.engines.embedded.shape import DTYPES
-from slime.errors import SlimeError, WaitTimeoutError
+from slime.errors import EngineError, SlimeError, WaitTimeoutError
 from slime.weights.groups import join_group, leave_group
 
 _CALL_TIMEOUT_SECONDS = 600.0
@@ -188,7 +188,10 @@ class Control:
             weights, device = self._engine.model.weights, self._engine.model.device
             layout = list(zip(message.names, message.shapes, dtypes, strict=True))
             # Received even if it does not fit: the trainer is in the broadcast already and would hang.
-            tensors = _receive(layout, group, device, is_flat=message.load_format is not None)
+            try:
+                tensors = _receive(layout, group, device, is_flat=message.load_format is not None)
+            except RuntimeError as error:
+                raise EngineError(f"group {message.group_name!r} broke off: {error}") from error
             for name, shape, dtype in layout:
                 weights.check(name, shape, dtype)
             self._write(tensors, message)

@@ -194,7 +194,8 @@ class Serving:
         params = item.sampling
         parent = item.rid or uuid.uuid4().hex
         seed = params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        # As in SGLang: who ignores the end of the text ignores every token that could stand for it.
+        stop_ids = frozenset[int]() if params.ignore_eos else frozenset(params.stop_token_ids) | self._eos_ids
         array = np.array(prompt, dtype=np.int32)
         scans = bool(params.stop or params.stop_regex)
         if scans and self._text.path is None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
-from slime.observability.watchdog import wait_until
 from slime.weights.checksum import tensor_checksum
 from tests.integration.engines.conftest import post
 from tests.support.engine_process import engine_process
@@ -64,7 +63,7 @@ def test_every_engine_holds_what_was_sent(engines: list[str], model_path: Path, 
         assert report.bytes == sum(t.nbytes for t in weights.values())
         largest = max(t.nbytes for t in weights.values())
         assert largest < report.metrics["perf/update_weights_buffer_bytes"] <= max(pieces, 2 * largest)
-        assert shared_memory_files() == files
+        assert shared_memory_files() <= files
         for url in engines:
             assert held(url) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
             assert post(url, "/generate", BODY)["meta_info"]["weight_version"] == str(seed)
@@ -135,7 +134,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_engine_lives_on(
             WeightSyncError, match=r"engine \d: .*model\.norm\.weight comes with shape \[3\]; the model has \[64\]"
         ):
             updater.update([[("model.norm.weight", torch.zeros(3))]], "bad")
-        assert shared_memory_files() == files
+        assert shared_memory_files() <= files
         assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
         updater.update([as_bucket(weights_of(model_path, 18))], "18")
 
@@ -155,7 +154,7 @@ def test_a_frozen_engine_is_named_in_time_and_the_others_go_on(
     """A bucket larger than the buffers of a socket, so that the broadcast cannot end without the engine."""
     files = shared_memory_files()
     frozen = listening_process(engines[1])
-    large = [("model.embed_tokens.weight", torch.zeros(4_000_000))]
+    large = [("model.embed_tokens.weight", torch.zeros(264, 64))] * 60
     with updater_of(engines, carrier=carrier, timeout_seconds=4) as updater:
 
         def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -172,15 +171,13 @@ def test_a_frozen_engine_is_named_in_time_and_the_others_go_on(
         finally:
             os.kill(frozen, signal.SIGCONT)
         assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
-    assert shared_memory_files() == files
-    for url in engines:  # the one that wakes finds nothing of the broken update
-        post(url, "/continue_generation", {})
-        wait_until(
-            lambda url=url: len(post(url, "/generate", BODY)["output_ids"]) == 10,
-            waiter="the test",
-            waited_for=url,
-            timeout_seconds=20,
-        )
+    assert shared_memory_files() <= files
+    weights = weights_of(model_path, 34)
+    with updater_of(engines, carrier=carrier) as updater:  # the one that wakes can be updated as the others
+        updater.update([as_bucket(weights)], "34")
+    for url in engines:
+        assert held(url) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+        assert post(url, "/generate", BODY)["meta_info"]["weight_version"] == "34"
 
 
 TRAINER = """

@@ -78,7 +78,7 @@ def check_layout(model: Path, urls: list[str], argv: tuple[str, ...]) -> None:
     for received, _ in results:
         assert received == expected
     assert results[0][1] == [expected] * (len(CARRIERS) * len(urls))
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 @pytest.mark.parametrize("flag", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
@@ -98,7 +98,13 @@ def update_with_a_frozen_rank(rank: Rank, url: str, timeout_seconds: float) -> t
     store = dist.TCPStore("127.0.0.1", rank.port, 2, is_master=rank.rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=2)
     store.set(f"pid {rank.rank}", str(os.getpid()))
-    settings = StreamSettings(is_cuda=False, shares_memory=True, timeout_seconds=timeout_seconds, bucket_bytes=10**9)
+    settings = StreamSettings(
+        is_cuda=False,
+        shares_memory=True,
+        timeout_seconds=timeout_seconds,
+        bucket_bytes=10**9,
+        pause_mode=lambda endpoints: "retract",
+    )
     updater = StreamedUpdater(settings, rank=rank.rank, world_size=2)
     updater.connect(endpoints_of([url]))
 
@@ -119,8 +125,6 @@ def update_with_a_frozen_rank(rank: Rank, url: str, timeout_seconds: float) -> t
         reply = post(url, "/generate", {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}})
         after = reply["meta_info"]["finish_reason"]["type"]
         os.kill(int(store.get("pid 1")), signal.SIGCONT)
-    store.set(f"done {rank.rank}", "")
-    store.wait([f"done {1 - rank.rank}"])
     return message, seconds, after
 
 
@@ -170,7 +174,7 @@ def test_ranks_that_share_an_engine_hand_in_one_note_each() -> None:
     with ControlRecorder(take) as engine:
         assert run_ranks(2, send_from_both_ranks, engine.url, timeout_seconds=60) == ["", ""]
     assert seen == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 def test_a_refusal_reaches_every_rank_of_the_engine() -> None:
@@ -186,4 +190,4 @@ def test_a_refusal_reaches_every_rank_of_the_engine() -> None:
     assert first.startswith("version 7, tensors a to a: engine 0: ")
     assert second == f"another rank could not send: {first}"
     assert len(engine.asked) == 1
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files

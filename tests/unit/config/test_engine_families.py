@@ -119,3 +119,24 @@ def test_recorded_megatron_names_are_used_with_the_recorded_version() -> None:
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     assert LazyMegatronFamily().flag_names() is MEGATRON_FLAGS
+
+
+def test_what_a_foreign_parser_requires_is_not_asked_of_the_user() -> None:
+    parser = strict_parser()
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--context-length", type=int)
+    family = ArgparseFamily(prefix="--sglang-", parser=parser, owned={"model_path": "--hf-checkpoint"})
+    assert family.parse([["--sglang-context-length", "8"]]) == {"context_length": 8}
+
+
+def test_earlier_names_of_flags_are_read_as_present_ones() -> None:
+    parser = strict_parser()
+    parser.add_argument("--max-bs-decode", type=int)
+    parser.add_argument("--graph-prefill", choices=["on", "disabled"])
+    older = {"max-bs": ("max-bs-decode",), "no-graph": ("graph-prefill", "disabled"), "gone": ("not-there",)}
+    family = ArgparseFamily(prefix="--sglang-", parser=parser, older=older)
+    groups = [["--sglang-max-bs", "4"], ["--sglang-no-graph"]]
+    assert family.parse(groups) == {"max_bs_decode": 4, "graph_prefill": "disabled"}
+    assert "--sglang-gone" not in family.flag_names()
+    with pytest.raises(ConfigError, match="--sglang-gone"):
+        family.parse([["--sglang-gone", "1"]])

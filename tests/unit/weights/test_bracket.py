@@ -64,6 +64,14 @@ def test_an_engine_without_sessions_needs_none(engines: list[ControlRecorder]) -
     assert engines[1].asked == ORDER
 
 
+def test_an_update_that_was_never_closed_is_closed_first(engines: list[ControlRecorder]) -> None:
+    begin = "/begin_weight_update"
+    engines[1].answer = lambda path, body: 400 if path == begin and engines[1].asked.count(path) == 1 else 200
+    with bracket_of(engines).opened("1"):
+        pass
+    assert engines[1].asked == [*ORDER[:3], ORDER[3], begin, *ORDER[3:]]
+
+
 def test_a_pending_request_is_waited_for(engines: list[ControlRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("slime.weights.bracket.time.sleep", waits.append)
@@ -71,8 +79,7 @@ def test_a_pending_request_is_waited_for(engines: list[ControlRecorder], monkeyp
     with bracket_of(engines).opened("1"):
         pass
     assert engines[1].asked == [ORDER[0], *["/flush_cache"] * 5, *ORDER[2:]]
-    assert len(waits) == 4
-    assert all(0.8 < seconds <= 1.0 for seconds in waits)
+    assert waits == [0.05, 0.1, 0.2, 0.4]
 
 
 def test_a_request_that_never_ends_is_an_error(engines: list[ControlRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
