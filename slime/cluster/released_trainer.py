@@ -37,6 +37,7 @@ class ReleasedTrainer:
         self._saved: int | None = None
         self._version: int | None = None
         self._endpoints: tuple[EngineEndpoint, ...] = ()
+        self._connected = False
 
     def init(self, config: Config) -> int:
         """Meet, build and load the model on every rank; the first rollout id."""
@@ -86,9 +87,12 @@ class ReleasedTrainer:
         """Tell the ranks which engines get the weights, also those that are started later."""
         self._endpoints = tuple(endpoints)
         self._running.connect_engines(endpoints)
+        self._connected = True
 
     def update_weights(self, check: Callable[[], None] | None = None) -> dict[str, float]:
         """Bring every engine to the trainer's weights."""
+        if not self._connected:
+            self.connect_engines(self._endpoints)
         metrics = self._running.update_weights(check)
         self._version = self._running.weight_version()
         return metrics
@@ -134,7 +138,7 @@ class ReleasedTrainer:
             )
         if self._version is not None:
             self._group.continue_version(self._version)
-        self._group.connect_engines(self._endpoints)
+        self._connected = False  # when the next weights are sent: until then engines may be replaced
 
     def device_memory(self) -> dict[str, float]:
         """Bytes in use on the device of the first rank; empty without processes."""
