@@ -64,6 +64,7 @@ class EngineGroup:
         self.routers = {
             planned.model: RouterServer(config, planned, log_dir, local=local) for planned in self.plan.routers
         }
+        self._is_ready = False
         self._router = self.routers[self.plan.default_router.model]
 
     @property
@@ -112,16 +113,21 @@ class EngineGroup:
     def wait_ready(self) -> None:
         """Wait for every process started so far, then register the engines in their routers.
 
+        A second call asks nobody again: an engine that was ready may have given its memory away since.
+
         Raises:
             EngineError: One died; with the end of its log.
             WaitTimeoutError: One did not answer in time; likewise.
         """
+        if self._is_ready:
+            return
         limit = self._config.engine.engine_start_timeout_seconds
         ours = [router for router in self.routers.values() if router.is_ours]
         _wait_ready([router.process for router in ours], [router.readiness(limit) for router in ours], limit)
         self._wait_engines(self.servers)
         for model, router in self.routers.items():
             register(router.url, self._registrations(model), timeout_seconds=self._control_seconds)
+        self._is_ready = True
 
     def check(self) -> None:
         """Raise EngineError if an engine or a router of ours died."""

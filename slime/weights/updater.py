@@ -17,7 +17,7 @@ from slime.weights.file_updaters import file_updater
 from slime.weights.pause import pause_mode_for
 from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.streamed import StreamedUpdater, StreamSettings
-from slime.weights.verify import CHECK_SHARE, WeightVerifier
+from slime.weights.verify import Verifiers
 
 
 class WeightUpdater(Protocol):
@@ -74,9 +74,15 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         config: The resolved configuration.
         place: The rank.
     """
-    weights, verifier = config.weights, partial(_verifier, config)
+    weights = config.weights
+    assert config.hf is not None, "a training configuration has a checkpoint"
+    verifiers = Verifiers(
+        model=config.hf.config,
+        timeout_seconds=weights.weight_sync_timeout_seconds,
+        check_equal=weights.check_weight_update_equal,
+    )
     if weights.update_weight_transport == "disk":  # whole checkpoints, or deltas
-        return file_updater(config, rank=place.rank, world_size=place.world_size, verifier=verifier)
+        return file_updater(config, rank=place.rank, world_size=place.world_size, verifier=verifiers.of)
     is_cuda = config.cluster.device == "cuda"
     settings = StreamSettings(
         is_cuda=is_cuda,
@@ -84,18 +90,6 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         timeout_seconds=weights.weight_sync_timeout_seconds,
         bucket_bytes=weights.update_weight_buffer_size,
         pause_mode=partial(pause_mode_for, config),
-        verifier=verifier,
+        verifier=verifiers.of,
     )
     return StreamedUpdater(settings, rank=place.rank, world_size=place.world_size)
-
-
-def _verifier(config: Config, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
-    assert config.hf is not None, "a training configuration has a checkpoint"
-    check_equal = config.weights.check_weight_update_equal
-    return WeightVerifier(
-        endpoints,
-        model=config.hf.config,
-        timeout_seconds=config.weights.weight_sync_timeout_seconds,
-        share=None if check_equal else CHECK_SHARE,
-        check_equal=check_equal,
-    )

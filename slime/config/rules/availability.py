@@ -23,8 +23,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "rollout_health_check_interval": _DEFAULT_ONLY,
     "rollout_health_check_timeout": _DEFAULT_ONLY,
     "rollout_health_check_first_wait": _DEFAULT_ONLY,
-    # Weight synchronisation
-    "check_weight_update_equal": _DEFAULT_ONLY,
     # Rollout data
     "rollout_data_transport": _DEFAULT_ONLY,
     "rollout_buffer_url": _DEFAULT_ONLY,

@@ -39,6 +39,11 @@ def resolve_release(draft: Draft) -> None:
         )
     if draft.rollout.keep_old_actor:
         draft.problems.append(f"{_FLAG} and --keep-old-actor exclude each other")
+    if weights.check_weight_update_equal:
+        draft.problems.append(
+            f"{_FLAG} and --check-weight-update-equal exclude each other: new processes have other weights than those "
+            "the engines loaded at their start"
+        )
     moved = [name for name in ("offload", "offload_train") if name in draft.given and getattr(draft.cluster, name)]
     if moved:
         draft.problems.append(

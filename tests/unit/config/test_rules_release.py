@@ -33,6 +33,7 @@ def test_sharing_devices_moves_the_engines_only(run: Run, cuda: Surroundings) ->
         (f"{RELEASE} --save-interval 2", "--save-interval 2: rollouts between two checkpoints"),
         (f"{RELEASE} --no-save-optim", "--no-save-optim exclude each other"),
         (f"{RELEASE} --advantage-estimator ppo", "works without a critic"),
+        (f"{RELEASE} --check-weight-update-equal", "--check-weight-update-equal exclude each other"),
         (f"{RELEASE} --keep-old-actor", "--keep-old-actor exclude each other"),
         (f"{RELEASE} --offload-train", "--offload-train and --release-train exclude each other"),
         (f"{RELEASE} --colocate --offload", "--offload and --release-train exclude each other"),
