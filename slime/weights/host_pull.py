@@ -168,7 +168,9 @@ def _locked(local: Path, timeout_seconds: float) -> Generator[None]:
 def _claim(local: Path) -> None:
     """Make the directory ours; one that holds somebody else's files is refused, because a pull replaces files."""
     sync = local / _SYNC_DIR
-    if not sync.is_dir() and local.is_dir() and any(local.iterdir()):
+    # In this order: another pull of the host makes the one before any of the others.
+    has_files = local.is_dir() and any(local.iterdir())
+    if has_files and not sync.is_dir():
         raise WeightSyncError(
             f"--update-weight-local-checkpoint-dir {local} holds files that no weight sync wrote; name an empty or "
             "new directory"
