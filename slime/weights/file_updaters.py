@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from slime.config import ArgsView, Config
 from slime.plugins import load_plugin
@@ -61,4 +62,7 @@ def _publisher(config: Config) -> Publisher:
 
 def _post_write(config: Config) -> PostWriteHook | None:
     path = config.weights.custom_update_weight_post_write_path
-    return None if path is None else partial(load_plugin(path, flag=POST_WRITE_FLAG), ArgsView(config))
+    if path is None:
+        return None
+    hook, args = cast("Callable[..., object]", load_plugin(path, flag=POST_WRITE_FLAG)), ArgsView(config)
+    return lambda directory, engines: hook(args, directory, engines)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from slime.engines import api
 from slime.errors import EngineError, PluginError, SlimeError, WeightSyncError
@@ -236,7 +236,7 @@ class FileUpdater:
                 raise WeightSyncError(
                     f"version {version} from {path}: {error} (the engine's host must see this directory)"
                 ) from None
-            if not isinstance(reply, dict) or not reply.get("success"):
+            if not (isinstance(reply, dict) and cast("dict[str, Any]", reply).get("success")):
                 raise EngineError(f"{endpoint.name} answered {api.UPDATE_WEIGHTS_FROM_DISK} with {reply!r:.300}")
 
         def check(version: str, *, send_seconds: float) -> None:
