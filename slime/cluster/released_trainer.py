@@ -97,6 +97,10 @@ class ReleasedTrainer:
         self._version = self._running.weight_version()
         return metrics
 
+    def drain(self, timeout_seconds: float) -> None:
+        """Wait until a call that failed on one rank has ended on all of them."""
+        self._running.drain(timeout_seconds)
+
     def weight_version(self) -> int:
         """Version given to the engines last."""
         return self._running.weight_version() if self._version is None else self._version
@@ -137,7 +141,8 @@ class ReleasedTrainer:
                 f"the checkpoint of rollout {self._saved} was to be continued, found that of {first - 1}"
             )
         if self._version is not None:
-            self._group.continue_version(self._version)
+            told = self._group.begin("continue_version", self._version)
+            self._group.finish(told, "take over the weight version")
         self._connected = False  # when the next weights are sent: until then engines may be replaced
 
     def device_memory(self) -> dict[str, float]:

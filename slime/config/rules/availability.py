@@ -19,10 +19,6 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     # Placement and processes
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
-    "use_fault_tolerance": _DEFAULT_ONLY,
-    "rollout_health_check_interval": _DEFAULT_ONLY,
-    "rollout_health_check_timeout": _DEFAULT_ONLY,
-    "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Rollout data
     "rollout_data_transport": _DEFAULT_ONLY,
     "rollout_buffer_url": _DEFAULT_ONLY,

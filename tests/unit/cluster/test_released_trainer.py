@@ -46,7 +46,11 @@ class Processes:
     def connect_engines(self, endpoints: Any) -> None:
         self.engines = tuple(endpoints)
 
-    def continue_version(self, version: int) -> None:
+    def begin(self, method: str, version: int) -> int:
+        assert method == "continue_version"
+        return version
+
+    def finish(self, version: int, doing: str) -> None:
         self.version, self.changed = version, False
 
     def train(self, batch: Any, rollout_id: int) -> dict[str, float]:
