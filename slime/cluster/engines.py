@@ -31,6 +31,7 @@ from slime.config import Config
 from slime.config.engine_plan import EnginePlan, PlannedEngine, plan_engines
 from slime.errors import SlimeError
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.nccl import nccl_environment
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class EngineGroup:
         count = sum(engine.num_gpus for engine in self.plan.engines)
         threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(cores), count))
         own = engine_environment(self._config, planned, num_processes=count, cores=cores)
-        return {"OMP_NUM_THREADS": str(threads)} | own
+        return {"OMP_NUM_THREADS": str(threads)} | nccl_environment(self._config) | own
 
     @property
     def _control_seconds(self) -> float:

@@ -20,10 +20,6 @@ dist = cast(Any, torch.distributed)
 _internals = cast(Any, distributed_c10d)
 
 
-NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
-"""For every process that joins such a group with NCCL: multicast over NVLink reserves memory on each GPU and fails on
-hosts where a GPU is not whole, and gains nothing for one source. NCCL reads it once, before the first group."""
-
 _RENDEZVOUS_PORTS = range(20000, 30000)  # below those that the system gives to connections
 _PORT_TRIES = 100
 

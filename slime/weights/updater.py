@@ -17,7 +17,7 @@ from slime.weights.endpoint import EngineEndpoint
 from slime.weights.pause import pause_mode_for
 from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.streamed import StreamedUpdater, StreamSettings
-from slime.weights.verify import CHECK_SHARE, WeightVerifier
+from slime.weights.verify import Verifiers
 
 
 class WeightUpdater(Protocol):
@@ -82,6 +82,12 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         raise ConfigError("--update-weight-mode delta is not available in this version; use full")
     if weights.update_weight_transport == "disk":
         raise ConfigError("--update-weight-transport disk is not available in this version; leave it out")
+    assert config.hf is not None, "a training configuration has a checkpoint"
+    verifiers = Verifiers(
+        model=config.hf.config,
+        timeout_seconds=weights.weight_sync_timeout_seconds,
+        check_equal=weights.check_weight_update_equal,
+    )
     is_cuda = config.cluster.device == "cuda"
     settings = StreamSettings(
         is_cuda=is_cuda,
@@ -89,18 +95,6 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         timeout_seconds=weights.weight_sync_timeout_seconds,
         bucket_bytes=weights.update_weight_buffer_size,
         pause_mode=partial(pause_mode_for, config),
-        verifier=partial(_verifier, config),
+        verifier=verifiers.of,
     )
     return StreamedUpdater(settings, rank=place.rank, world_size=place.world_size)
-
-
-def _verifier(config: Config, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
-    assert config.hf is not None, "a training configuration has a checkpoint"
-    check_equal = config.weights.check_weight_update_equal
-    return WeightVerifier(
-        endpoints,
-        model=config.hf.config,
-        timeout_seconds=config.weights.weight_sync_timeout_seconds,
-        share=None if check_equal else CHECK_SHARE,
-        check_equal=check_equal,
-    )

@@ -18,9 +18,10 @@ class ControlRecorder:
 
     Args:
         answer: Path without query, and body, to an HTTP status. May be replaced at any time.
+        info: What it says of itself on ``GET /server_info``.
     """
 
-    def __init__(self, answer: Callable[[str, Any], int] = _accept) -> None:
+    def __init__(self, answer: Callable[[str, Any], int] = _accept, info: dict[str, Any] | None = None) -> None:
         self.answer = answer
         self.asked: list[str] = []
         self.bodies: dict[str, Any] = {}
@@ -34,6 +35,13 @@ class ControlRecorder:
                 recorder.bodies[path] = body
                 self.send_response(recorder.answer(path, body))
                 self.end_headers()
+
+            def do_GET(self) -> None:
+                content = json.dumps(info or {}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
 
             def log_message(self, *args: Any) -> None:
                 pass

@@ -18,7 +18,7 @@ import numpy as np
 from aiohttp import web
 
 Fault = str | int
-"""An HTTP status to answer, or ``hang``, ``garbage``, ``reset``."""
+"""An HTTP status to answer, or a way to fail: see ``FakeEngine._fault``."""
 
 
 @dataclass
@@ -189,6 +189,22 @@ class FakeEngine:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if fault == "half":
+            half = web.StreamResponse(headers={"Content-Length": "1000", "Content-Type": "application/json"})
+            await half.prepare(request)
+            await half.write(b'{"text": "half of an ans')
+            assert request.transport is not None
+            request.transport.close()
+            return half
+        if fault == "no meta":
+            return web.json_response({"text": "abc"})
+        if fault == "columns":
+            reason = {"type": "stop", "matched": "end"}
+            meta = {"finish_reason": reason, "output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, None]]}
+            return web.json_response({"text": "abc", "output_ids": [7], "meta_info": meta})
+        if fault == "unreachable":  # as a router says of an engine
+            headers = {"x-smg-error-code": "call_upstream_request_error"}
+            return web.json_response({"error": {"message": "unreachable"}}, status=500, headers=headers)
         assert fault == "hang", fault
         await asyncio.sleep(3600)
         return None

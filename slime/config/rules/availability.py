@@ -20,12 +20,7 @@ AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "release_train": _DEFAULT_ONLY,
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
-    "use_fault_tolerance": _DEFAULT_ONLY,
-    "rollout_health_check_interval": _DEFAULT_ONLY,
-    "rollout_health_check_timeout": _DEFAULT_ONLY,
-    "rollout_health_check_first_wait": _DEFAULT_ONLY,
     # Weight synchronisation
-    "check_weight_update_equal": _DEFAULT_ONLY,
     "update_weight_mode": _DEFAULT_ONLY,
     "update_weight_transport": ("nccl", "broadcast"),
     "update_weight_disk_dir": _DEFAULT_ONLY,

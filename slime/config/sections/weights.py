@@ -46,6 +46,9 @@ class WeightsConfig(Section):
         "have tokens of several weights.",
     )
     check_weight_update_equal: bool = flag(
-        False, doc="Engines snapshot, reset, then compare all weights at the first synchronisation."
+        False,
+        doc="Show that updates reach every tensor: at the first synchronisation engines forget what they loaded and "
+        "must get the same back, at every later one all tensors are verified by checksum, not a part of them in turn. "
+        "Only for runs that start from --hf-checkpoint.",
     )
     weight_sync_timeout_seconds: float = flag(600.0, above=0, doc="Bound on one synchronisation of all engines.")
