@@ -28,7 +28,7 @@ from slime.config.megatron_flags import MEGATRON_FLAGS, MEGATRON_VERSION
 from slime.config.parse import parse
 from slime.config.plan import plan_text
 from slime.config.reference import help_text
-from slime.config.router_flags import ROUTER_OWNED, ROUTER_POLICIES
+from slime.config.router_flags import ROUTER_CHOICES, ROUTER_OWNED
 from slime.config.sglang_names import SGLANG_OLDER
 from slime.data.preflight import preflight as data_preflight
 from slime.engines.features import ask_server_info
@@ -171,5 +171,5 @@ def _router_family() -> PrefixFamily:
         parser=parser,
         owned=ROUTER_OWNED,
         renamed={"tls_cert_path": "server_cert_path", "tls_key_path": "server_key_path"},
-        choices={"policy": ROUTER_POLICIES},
+        choices=ROUTER_CHOICES,
     )

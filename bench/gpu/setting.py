@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
+import os
 import platform
 import shlex
 import sys
@@ -28,17 +30,20 @@ QWEN3_600M: Mapping[str, Any] = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+    "matrix_std": 0.02,
 }
-TINY: Mapping[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": True}
+TINY: Mapping[str, Any] = {"num_hidden_layers": 2, "tie_word_embeddings": True, "matrix_std": 0.1}
 SHAPES = {"qwen3-0.6b": QWEN3_600M, "tiny": TINY}
 PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "ray")
 
 
 def make_model(folder: Path, shape: str) -> Path:
-    """A model directory with random weights; made once per folder."""
-    path = folder / shape
-    if not (path / "config.json").exists():
-        make_tiny_model(path, "qwen3", **SHAPES[shape])
+    """A model directory with random weights; made once per folder, also when two measurements begin together."""
+    path, unfinished = folder / shape, folder / f"{shape}.{os.getpid()}"
+    if not path.exists():
+        make_tiny_model(unfinished, "qwen3", **SHAPES[shape])
+        with contextlib.suppress(OSError):  # the other one was first
+            unfinished.rename(path)
     return path
 
 
@@ -51,6 +56,22 @@ class Budget:
     def allows(self, seconds: float) -> bool:
         """Whether something that takes this long may begin."""
         return time.monotonic() + seconds < self._end
+
+
+def await_file(path: Path | None, seconds: float) -> None:
+    """Wait until another measurement has written this file; go on without it when the time is over."""
+    end = time.monotonic() + seconds
+    while path is not None and not path.exists():
+        if time.monotonic() > end:
+            say(f"{path} did not appear within {seconds:.0f} s; going on")
+            return
+        time.sleep(0.2)
+
+
+def announce(path: Path | None) -> None:
+    """Write the file that another measurement waits for."""
+    if path is not None:
+        path.touch()
 
 
 def say(text: str) -> None:

@@ -11,6 +11,7 @@ Prints each step, and with ``--profile`` the kernels that take most of the time.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -21,12 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.setting import SHAPES, Budget, make_model, say, table, write_report
+from bench.gpu.setting import SHAPES, Budget, announce, await_file, make_model, say, table, write_report
+from slime.config import Config
 from slime.types import RolloutBatch
 from tests.support.training import make_config
 from tests.support.workers import running_worker
 
 TARGET = 64_000
+WAIT_SECONDS = 150.0
 PEAK_TFLOPS = 790.0
 """What an H200 reaches in bf16 matrix products."""
 
@@ -45,17 +48,37 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["default"], choices=sorted(VARIANTS))
     parser.add_argument("--profile", action="store_true", help="also list the most expensive kernels of a step")
     parser.add_argument("--budget-seconds", type=float, default=240.0, help="begin nothing that may end later")
+    parser.add_argument("--turns", action="store_true", help="also time the moves to host memory and back")
+    parser.add_argument("--start-after", type=Path, help="file to wait for before anything is put on the device")
+    parser.add_argument("--wait-for", type=Path, help="file of another measurement to wait for, once warm")
+    parser.add_argument("--announce", type=Path, help="file to write at the end")
     parser.add_argument("--models", type=Path, help="where models are made and kept")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     options = parser.parse_args()
     budget = Budget(options.budget_seconds)
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(options.models or Path(scratch), options.shape)
-        rows = []
-        for variant in options.variants:
-            rows += measure(model, variant, options, budget)
-            if rows:  # after each variant: the process may be ended before the next is done
-                write_report(options.out, "train_speed", "Training speed", headline(options), table(rows))
+        try:
+            model = make_model(options.models or Path(scratch), options.shape)
+            await_file(options.start_after, WAIT_SECONDS)
+            run(model, options, budget)
+        finally:
+            announce(options.announce)
+
+
+def run(model: Path, options: argparse.Namespace, budget: Budget) -> None:
+    """Every variant; the report is written after each, since the process may be ended before the next is done."""
+    speeds: list[dict[str, str]] = []
+    moves: list[dict[str, str]] = []
+    for variant, rows in itertools.product(options.variants, options.rows):
+        if not budget.allows(30.0):
+            say(f"{variant}, {rows} rows: left out, the budget ends")
+            continue
+        with running_worker(config_of(model, variant, rows, options)) as worker:
+            speeds.append(timed(worker, variant, rows, options, budget))
+            if options.turns and not moves:
+                moves = turns(worker)
+        parts = [table(speeds)] + ([table(moves)] if moves else [])
+        write_report(options.out, "train_speed", "Training speed", headline(options), *parts)
 
 
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -66,7 +89,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {},
     ),
 }
-FLAGS = ("--lr", "1e-6", "--lr-decay-style", "constant", "--use-distributed-optimizer")
+FLAGS = ("--lr", "1e-6", "--lr-decay-style", "constant")
 
 
 def headline(options: argparse.Namespace) -> str:
@@ -80,34 +103,21 @@ def headline(options: argparse.Namespace) -> str:
     )
 
 
-def measure(model: Path, variant: str, options: argparse.Namespace, budget: Budget) -> list[dict[str, str]]:
-    """Time one variant at every number of rows; fewer when the budget ends."""
+def config_of(model: Path, variant: str, rows: int, options: argparse.Namespace) -> Config:
+    """The configuration of one variant, with so many rows per optimizer step."""
     argv, train = VARIANTS[variant]
-    found = []
-    sample_count = max(options.rows) * (options.row_tokens // options.sample_tokens)
-    for rows in options.rows:
-        if not budget.allows(30.0):
-            say(f"{variant}, {rows} rows: left out, the budget ends")
-            break
-        count = rows * (options.row_tokens // options.sample_tokens)
-        config = make_config(
-            model,
-            (*FLAGS, *argv),
-            cluster={"device": options.device},
-            train={"precision": options.precision} | train,
-            data={
-                "global_batch_size": count,
-                "rollout_batch_size": count,
-                "n_samples_per_prompt": 1,
-                "use_dynamic_batch_size": True,
-                "max_tokens_per_gpu": options.row_tokens + options.row_tokens // options.sample_tokens,
-            },
-            algorithm={"advantage_estimator": "grpo"},
-        )
-        with running_worker(config) as worker:
-            found.append(timed(worker, variant, rows, options, budget))
-    assert sample_count, "a row holds at least one sample"
-    return found
+    count = rows * (options.row_tokens // options.sample_tokens)
+    data = {"global_batch_size": count, "rollout_batch_size": count, "n_samples_per_prompt": 1}
+    data |= {"use_dynamic_batch_size": True}
+    data |= {"max_tokens_per_gpu": options.row_tokens + options.row_tokens // options.sample_tokens}
+    return make_config(
+        model,
+        (*FLAGS, *argv),
+        cluster={"device": options.device},
+        train={"precision": options.precision} | train,
+        data=data,
+        algorithm={"advantage_estimator": "grpo"},
+    )
 
 
 def timed(worker: Any, variant: str, rows: int, options: argparse.Namespace, budget: Budget) -> dict[str, str]:
@@ -129,9 +139,11 @@ def timed(worker: Any, variant: str, rows: int, options: argparse.Namespace, bud
         )
         if step >= 2:
             seconds.append(took)
+        if step == 1:
+            await_file(options.wait_for, WAIT_SECONDS)
         if not budget.allows(took * 2):
             break
-    if options.profile and budget.allows(20.0):
+    if options.profile and rows == options.rows[0] and budget.allows(20.0):
         profile(worker, make_batch(rows, options, vocab, 99))
     best = statistics.median(seconds or [took])
     flops = rows * flops_of_row(worker, options)
@@ -146,6 +158,24 @@ def timed(worker: Any, variant: str, rows: int, options: argparse.Namespace, bud
         "of the target": f"{tokens / best / TARGET:.2f}",
         "peak GiB": f"{peak_gib():.1f}",
     }
+
+
+def turns(worker: Any) -> list[dict[str, str]]:
+    """Leave and come back, twice; checks that the weights are what they were."""
+    before = [p.detach().cpu().clone() for p in worker.chunks[0].parameters()]
+    found = []
+    for move in ("sleep", "hold_parameters", "sleep", "wake_up") * 2:
+        started = time.perf_counter()
+        getattr(worker, move)()
+        synchronize()
+        took = time.perf_counter() - started
+        memory = {name: f"{value / 2**30:.2f}" for name, value in worker.device_memory.items()}
+        found.append({"move": move, "s": f"{took:.3f}", "GiB": ", ".join(f"{k} {v}" for k, v in memory.items())})
+        say(f"{move}: {took:.3f} s, {found[-1]['GiB']}")
+    same = all(torch.equal(p.detach().cpu(), b) for p, b in zip(worker.chunks[0].parameters(), before, strict=True))
+    assert same, "the weights changed on their way"
+    say("weights came back bit for bit")
+    return found
 
 
 def make_batch(rows: int, options: argparse.Namespace, vocab: int, seed: int) -> RolloutBatch:

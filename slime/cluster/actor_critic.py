@@ -132,6 +132,10 @@ class ActorCritic:
         """Version given to the engines last."""
         return self._groups["actor"].weight_version()
 
+    def drain(self, timeout_seconds: float) -> None:
+        """Wait until a call of the actor that failed has ended on all of its ranks."""
+        self._groups["actor"].drain(timeout_seconds)
+
     def sleep(self) -> None:
         """Leave the devices, as the critic has done after its turn."""
         self._rest("actor")

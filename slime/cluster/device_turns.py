@@ -119,6 +119,19 @@ class DeviceTurns:
             self._engine_rest = True
             self._note("engines_awake")
 
+    @property
+    def engines_awake(self) -> bool:
+        """Whether all of the engines is there."""
+        return self._engine_rest
+
+    def make_room(self) -> None:
+        """The trainer leaves while engines are away, since one that starts anew takes all of its memory at first."""
+        if self._moves_trainer and not self._trainer_asleep and not self._engine_rest:
+            assert self._trainer is not None
+            self.trainer_awake = False
+            self._trainer.sleep()
+            self._trainer_asleep = True
+
     def take_memory(self) -> dict[str, float]:
         """``memory/*`` of the moments since the last call; empty where nothing moves, and on a CPU."""
         taken, self._memory = self._memory, {}

@@ -78,6 +78,21 @@ class EngineServer:
         """Base address of its HTTP server, known once it was launched."""
         return self._url
 
+    @property
+    def ready_url(self) -> str:
+        """Answers 200 when the engine is ready."""
+        return f"{self.url}/health"
+
+    @property
+    def health_url(self) -> str:
+        """Answers 200 when the engine can generate."""
+        return f"{self.url}/health_generate"
+
+    @property
+    def alive_url(self) -> str:
+        """Answers 200 also while the engine is paused and gets weights."""
+        return f"{self.url}/model_info"
+
     def begin_hosts(self) -> None:
         """Start the host actors; ``launch`` waits for them."""
         for process in self.processes:
@@ -114,7 +129,7 @@ class EngineServer:
 
     def readiness(self, timeout_seconds: float) -> Any:
         """Reference that is there when the engine answers; see ``HostedServer.readiness``."""
-        return self.processes[0].readiness(f"{self.url}/health", timeout_seconds)
+        return self.processes[0].readiness(self.ready_url, timeout_seconds)
 
     def stop(self) -> list[Any]:
         """Begin an orderly end of all processes; references that are there when they have ended."""

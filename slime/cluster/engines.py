@@ -31,6 +31,7 @@ from slime.config import Config
 from slime.config.engine_plan import EnginePlan, PlannedEngine, plan_engines
 from slime.errors import SlimeError
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.nccl import nccl_environment
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class EngineGroup:
         self.routers = {
             planned.model: RouterServer(config, planned, log_dir, local=local) for planned in self.plan.routers
         }
+        self._external = external_endpoints(config)
+        self._is_ready = False
         self._router = self.routers[self.plan.default_router.model]
 
     @property
@@ -83,7 +86,7 @@ class EngineGroup:
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
         """The engines that get the trainer's weights."""
         own = tuple(server.endpoint for server in self.servers if server.planned.updatable)
-        return own + external_endpoints(self._config)
+        return own + self._external
 
     @property
     def urls(self) -> list[str]:
@@ -112,16 +115,21 @@ class EngineGroup:
     def wait_ready(self) -> None:
         """Wait for every process started so far, then register the engines in their routers.
 
+        A second call asks nobody again: an engine that was ready may have given its memory away since.
+
         Raises:
             EngineError: One died; with the end of its log.
             WaitTimeoutError: One did not answer in time; likewise.
         """
+        if self._is_ready:
+            return
         limit = self._config.engine.engine_start_timeout_seconds
         ours = [router for router in self.routers.values() if router.is_ours]
         _wait_ready([router.process for router in ours], [router.readiness(limit) for router in ours], limit)
         self._wait_engines(self.servers)
         for model, router in self.routers.items():
             register(router.url, self._registrations(model), timeout_seconds=self._control_seconds)
+        self._is_ready = True
 
     def check(self) -> None:
         """Raise EngineError if an engine or a router of ours died."""
@@ -189,7 +197,7 @@ class EngineGroup:
         count = sum(engine.num_gpus for engine in self.plan.engines)
         threads = int(os.environ.get("OMP_NUM_THREADS") or threads_per_process(len(cores), count))
         own = engine_environment(self._config, planned, num_processes=count, cores=cores)
-        return {"OMP_NUM_THREADS": str(threads)} | own
+        return {"OMP_NUM_THREADS": str(threads)} | nccl_environment(self._config) | own
 
     @property
     def _control_seconds(self) -> float:

@@ -20,6 +20,7 @@ from slime.cluster.logprob_facts import logprob_facts
 from slime.cluster.placement import Placement
 from slime.cluster.progress import shown
 from slime.cluster.ray_session import guarded_processes, ray_session
+from slime.cluster.recovery import Recovery
 from slime.cluster.rollout_handle import RolloutHandle
 from slime.cluster.run import Run
 from slime.cluster.schedule import check_steps_left, complete_schedule
@@ -78,7 +79,7 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
     limit, log_dir = config.cluster.cluster_start_timeout_seconds, run_dir.absolute() / "logs"
     placement = Placement(config.layout, device=config.cluster.device, timeout_seconds=limit)
     stack.callback(placement.close)
-    engines = trainer = None
+    engines = trainer = recovery = None
     facts: dict[str, Any] = {}
     if not config.debug.debug_train_only:
         engines = EngineGroup(config, placement, log_dir)
@@ -107,7 +108,9 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
     rollout.load(first_step - 1)
     if engines is not None:
         engines.wait_ready()
-        rollout.watch(engines.check)
+        recovery = Recovery(config, engines, rollout.suspects, weights_wait=trainer is not None)
+        stack.callback(recovery.close)
+        rollout.watch(recovery.check)
     reporter = Reporter(
         init_tracking(tracking_options(config, run_dir)),
         num_rollout=num_rollout,
@@ -131,6 +134,7 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
         first_step=first_step,
         num_rollout=num_rollout,
         num_rollout_per_epoch=per_epoch,
+        recovery=recovery,
     )
 
 

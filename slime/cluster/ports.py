@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class PortBook:
         """Start anywhere in ``candidates``."""
         self._candidates = candidates
         self._next: dict[str, int] = {}
+        self._lock = threading.Lock()  # engines that are replaced start in threads of their own
 
     def take(self, node_id: str, widths: Sequence[int], search: Callable[[int], list[int]]) -> list[int]:
         """Ports for one server.
@@ -41,9 +43,10 @@ class PortBook:
             widths: How many consecutive ports are needed after each, itself included.
             search: Finds free ones on that node from a first candidate on.
         """
-        start = self._next.get(node_id) or random.choice(self._candidates)
-        found = search(start)
-        self._next[node_id] = found[-1] + widths[-1]
+        with self._lock:
+            start = self._next.get(node_id) or random.choice(self._candidates)
+            found = search(start)
+            self._next[node_id] = found[-1] + widths[-1]
         return found
 
 

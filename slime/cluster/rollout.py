@@ -154,7 +154,11 @@ class RolloutManager:
         report = RolloutReport(
             rollout_id=rollout_id,
             num_samples=len(batch),
-            metrics={**metrics, "rollout/not_finite_samples_count": float(not_finite)},
+            metrics={
+                **metrics,
+                **self._reissued(),
+                "rollout/not_finite_samples_count": float(not_finite),
+            },
             plugin_rows=self._outbox.take(),
             data_state=data_state,
         )
@@ -174,6 +178,11 @@ class RolloutManager:
             save_rollout(config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True)
         return evaluation_metrics(self._args, rollout_id, output), self._outbox.take()
 
+    def _reissued(self) -> dict[str, float]:
+        """Requests issued again since the last rollout; nothing where that does not happen."""
+        reissues = None if self._context is None else self._context.client.reissues
+        return {} if reissues is None else {"rollout/requests_reissued": float(reissues.take_count())}
+
     def _data_state(self, rollout_id: int) -> bytes | None:
         if self._source is None or not self._has_prompts:
             return None
@@ -185,6 +194,12 @@ class RolloutManager:
         """What is in progress here and, as it was told, in the trainer; answers also during a rollout."""
         newest = (self._board.snapshot(), self._trainer_board.snapshot())
         return [entry for entry in newest if entry is not None and entry.done < entry.total]
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def suspects(self) -> dict[str, str]:
+        """Engines that requests get bad answers from, and the fault; answers also during a rollout."""
+        reissues = None if self._context is None else self._context.client.reissues
+        return {} if reissues is None else reissues.suspects
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def show_progress(self, label: str, done: int, total: int) -> None:

@@ -32,6 +32,7 @@ class RolloutHandle:
         actor_class: Any = ray.remote(concurrency_groups={CONTROL_GROUP: 1})(manager)
         self.actor = actor_class.options(**waits.on_this_node()).remote(self._setting, config, facts)
         self._check: Callable[[], None] = lambda: None
+        self._asked: Any = None
         self._closed = False
 
     def watch(self, check: Callable[[], None]) -> None:
@@ -57,6 +58,18 @@ class RolloutHandle:
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], Rows]:
         """Score the held-out sets."""
         return self._wait(self.actor.evaluate.remote(rollout_id), "evaluate", self._limit)
+
+    def suspects(self) -> dict[str, str]:
+        """Engines that requests get bad answers from, and the fault: of the last question. Never blocks."""
+        if self._asked is None:
+            self._asked = self.actor.suspects.remote()
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return {}
+        asked, self._asked = self._asked, None
+        try:
+            return waits.get(asked, waited_for="the rollout process to name bad engines", timeout_seconds=0.0)
+        except SlimeError:  # it died, which is told where its rollout is waited for
+            return {}
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End the process."""

@@ -59,6 +59,30 @@ class RouterServer:
         """Its process; not hosted when the router is not ours."""
         return self._hosted
 
+    @property
+    def processes(self) -> list[HostedServer]:
+        """The same as of an engine: all its processes."""
+        return [self._hosted]
+
+    @property
+    def ready_url(self) -> str:
+        """Answers 200 when the router serves, whether or not it has an engine."""
+        return f"{self.url}/liveness"
+
+    @property
+    def health_url(self) -> str:
+        """Answers 200 when it serves."""
+        return self.ready_url
+
+    @property
+    def alive_url(self) -> str:
+        """Answers 200 whatever engines do."""
+        return self.ready_url
+
+    def kill(self) -> None:
+        """End a router of ours at once."""
+        self._hosted.kill()
+
     def begin_host(self) -> None:
         """Start the host actor of a router of ours; ``launch`` waits for it."""
         if self.is_ours:
@@ -83,7 +107,7 @@ class RouterServer:
 
     def readiness(self, timeout_seconds: float) -> Any:
         """Reference that is there when a router of ours answers."""
-        return self._hosted.readiness(f"{self.url}/liveness", timeout_seconds)
+        return self._hosted.readiness(self.ready_url, timeout_seconds)
 
     def _free_port(self, candidates: range) -> int:
         return self._hosted.free_ports(random.choice(candidates), (1,))[0]

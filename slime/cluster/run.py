@@ -21,14 +21,14 @@ from slime.cluster.async_rollouts import AsyncRollouts
 from slime.cluster.checkpoints import prune_data_states, write_data_state
 from slime.cluster.device_turns import DeviceTurns
 from slime.cluster.engines import EngineGroup
+from slime.cluster.recovery import Recovery
 from slime.cluster.rollout import RolloutReport
 from slime.cluster.rollout_handle import RolloutHandle
 from slime.cluster.schedule import should_run_periodic_action
 from slime.cluster.trainer import TrainerGroup
+from slime.cluster.weight_sync import WeightSync
 from slime.config import Config
-from slime.errors import WeightSyncError
 from slime.observability.report import Reporter
-from slime.weights.endpoint import EngineEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,18 @@ class GeneratedRollout:
 class Generation:
     """``run.rollout``: makes the batch of a step and records its metrics."""
 
-    def __init__(self, handle: RolloutHandle, reporter: Reporter) -> None:
+    def __init__(self, handle: RolloutHandle, reporter: Reporter, recovery: Recovery | None = None) -> None:
         self._handle = handle
         self._reporter = reporter
+        self._recovery = recovery
 
     def generate(self, step: int) -> GeneratedRollout:
         """Generate, grade and batch one rollout; returns when it is complete."""
         batch, report_ref = self._handle.submit(step)
         report = self._handle.report(report_ref, step)
         self._reporter.add(step, {**report.metrics, "rollout/num_samples": report.num_samples})
+        if self._recovery is not None:
+            self._reporter.add(step, self._recovery.rollout_complete())
         for metrics, step_key in report.plugin_rows:
             self._reporter.tracking.log(metrics, step_key)
         return GeneratedRollout(batch=batch, report=report)
@@ -97,11 +100,12 @@ class Run:
         first_step: int,
         num_rollout: int,
         num_rollout_per_epoch: int | None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.reporter = reporter
-        self.rollout = Generation(rollout, reporter)
+        self.rollout = Generation(rollout, reporter, recovery)
         self.trainer = Training(trainer, reporter)
         self.first_step = first_step
         self.num_rollout = num_rollout
@@ -109,7 +113,13 @@ class Run:
         self._handle = rollout
         self._engines = engines
         self._group = trainer
-        self._connected: tuple[EngineEndpoint, ...] = ()
+        self._recovery = recovery
+        self._sync = None
+        if trainer is not None and engines is not None:
+            idle_seconds = config.weights.weight_sync_timeout_seconds
+            self._sync = WeightSync(trainer, engines, recovery, idle_seconds=idle_seconds)
+            if recovery is not None and not config.cluster.offload_rollout:  # the trainer need not come back first
+                recovery.bring_weights_with(self._bring_weights)
         self._last_saved: int | None = None
         self._saving: int | None = None  # inside the call to the trainer
         self._in_background: int | None = None  # its files may still be written
@@ -127,12 +137,14 @@ class Run:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Engines hold the devices; inside a split placement they always do."""
-        self._turns.to_engines()
+        self._to_engines()
         yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """The trainer holds the devices; inside a split placement it always does."""
+        if self.config.cluster.offload_rollout:
+            self._settle()
         self._turns.to_trainer()
         yield
 
@@ -142,35 +154,28 @@ class Run:
         Raises:
             WeightSyncError: An engine reports another version than the trainer sent.
         """
-        if self._group is None or self._engines is None:
+        if self._sync is None:
             return
         started = time.monotonic()
+        self._settle()
         self._turns.meet()
-        endpoints = self._engines.endpoints
-        if endpoints != self._connected:
-            self._connected = ()
-            self._group.connect_engines(endpoints)
-            self._connected = endpoints
-        metrics = self._group.update_weights(check=self._engines.check)
-        self._verify_versions()
-        self._turns.to_engines()
+        metrics = self._sync.send()
+        if self._recovery is not None:
+            self._recovery.serve()
+        self._to_engines()
         last, memory = self.trainer.last_trained, self._turns.take_memory()
         if last is not None:
             seconds = time.monotonic() - started
             self.reporter.add(last.rollout_id, {**metrics, **memory, "perf/sync_time": seconds})
 
-    def _verify_versions(self) -> None:
-        assert self._group is not None
-        assert self._engines is not None
-        expected = str(self._group.weight_version())
-        versions = self._engines.weight_versions()
-        wrong = [
-            f"{url} has {version}"
-            for url, version in zip(self._engines.urls, versions, strict=True)
-            if version != expected
-        ]
-        if wrong:
-            raise WeightSyncError(f"after the sync of weight version {expected}: {', '.join(wrong)}")
+    def _bring_weights(self) -> None:
+        """Send the weights once more, while a rollout waits for engines that know none."""
+        assert self._sync is not None
+        assert self._recovery is not None
+        self._settle()
+        self._sync.send()
+        self._recovery.serve()
+        self._to_engines()
 
     def sync_due(self, step: int) -> bool:
         """Whether the engines get new weights after ``step``."""
@@ -192,7 +197,7 @@ class Run:
         """Score the held-out sets with the engines' current weights."""
         if self._engines is None:
             return {}
-        self._turns.to_engines()
+        self._to_engines()
         if not before_training:
             self._report(step)
         metrics, plugin_rows = self._handle.evaluate(step)
@@ -323,6 +328,8 @@ class Run:
             "checkpoint": Path(checkpoint.save) / f"iter_{last:07d}" if checkpoint.save and last is not None else None,
             "HF model": Path(hf.format(rollout_id=last)) if hf and last is not None else None,
         }
+        if self._recovery is not None and (restarts := self._recovery.summary()) is not None:
+            logger.warning("%s", restarts)
         return self.reporter.summary(paths)
 
     def _report(self, step: int) -> None:
@@ -341,3 +348,17 @@ class Run:
                 },
             )
         self.reporter.finish(step)
+
+    def _to_engines(self) -> None:
+        """Engines hold the devices, and their health is asked for."""
+        self._turns.to_engines()
+        if self._recovery is not None:
+            self._recovery.watch()
+
+    def _settle(self) -> None:
+        """Have everything replaced that died, before the engines change state."""
+        if self._recovery is None:
+            return
+        if self._recovery.look():
+            self._turns.make_room()
+        self._recovery.settle(asleep=not self._turns.engines_awake)

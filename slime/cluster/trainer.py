@@ -26,8 +26,10 @@ from slime.cluster.ports import free_port
 from slime.cluster.progress import ProgressReports
 from slime.config import Config
 from slime.errors import SlimeError, TrainerError
+from slime.observability.watchdog import expired
 from slime.types import RolloutBatch
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.nccl import nccl_environment
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +192,7 @@ class TrainerGroup:
             for slot in slots
         ]
         actor_class = ray.remote(TrainerActor)
-        environment = {k: str(v) for k, v in config.train.train_env_vars.items()}
+        environment = nccl_environment(config) | {k: str(v) for k, v in config.train.train_env_vars.items()}
         self._actors = [
             actor_class.options(
                 **placement.options(slot, TRAINER_SHARE),
@@ -329,6 +331,14 @@ class TrainerGroup:
     def wait_idle(self, timeout_seconds: float) -> None:
         """Wait for calls that were interrupted in the driver but still run in the ranks."""
         self._wait(self._in_flight, "finish the call in progress", timeout_seconds)
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Wait until a call that failed on one rank has ended on all of them, whatever came of it."""
+        refs, self._in_flight = self._in_flight, []
+        if refs and ray.wait(refs, num_returns=len(refs), timeout=timeout_seconds)[1]:
+            raise expired(
+                waiter="the driver", waited_for=f"{self._name} to end a call", timeout_seconds=timeout_seconds
+            )
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """End all ranks: orderly where possible within the time, by force otherwise."""

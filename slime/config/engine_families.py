@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from slime.config.engine_flags import SGLANG_ALIASES, SGLANG_FLAGS, SGLANG_OWNED, Kind
-from slime.config.router_flags import ROUTER_FLAGS, ROUTER_OWNED, ROUTER_POLICIES
+from slime.config.router_flags import ROUTER_CHOICES, ROUTER_FLAGS, ROUTER_OWNED
 from slime.config.tokens import unknown_flag
 from slime.errors import ConfigError
 
@@ -190,5 +190,5 @@ RECORDED_ROUTER = RecordedFamily(
     table=ROUTER_FLAGS,
     aliases={"tls_cert_path": "server_cert_path", "tls_key_path": "server_key_path"},
     owned=ROUTER_OWNED,
-    choices={"policy": ROUTER_POLICIES},
+    choices=ROUTER_CHOICES,
 )

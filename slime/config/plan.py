@@ -150,15 +150,23 @@ def _bytes_per_parameter(config: Config, replicas: int) -> float:
     return 2 + 4 + 12 / shards
 
 
-def trainer_bytes(config: Config, parameters: int) -> float:
-    """Trainer bytes of one rank of a model with so many parameters; experts are split in their own way."""
+def trainer_bytes(config: Config, parameters: int, *, gradients: bool = True) -> float:
+    """Trainer bytes of one rank of a model with so many parameters; experts are split in their own way.
+
+    Args:
+        config: The configuration.
+        parameters: Of the whole model.
+        gradients: Whether to count them; without them it is what waits in host memory while engines generate.
+    """
+    less = 0 if gradients else 4
     megatron = config.megatron
     stages = megatron.pipeline_model_parallel_size
     experts = min(_expert_parameters(megatron), parameters)
     common = (parameters - experts) / (megatron.tensor_model_parallel_size * stages)
     split = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size * stages
     replicas = max(1, config.cluster.world_size // split)
-    return common * bytes_per_parameter(config) + experts / split * _bytes_per_parameter(config, replicas)
+    of_experts = experts / split * (_bytes_per_parameter(config, replicas) - less)
+    return common * (bytes_per_parameter(config) - less) + of_experts
 
 
 def _expert_parameters(megatron: MegatronConfig) -> int:
@@ -179,6 +187,9 @@ def _memory(config: Config) -> Sequence[str]:
     lines: list[str] = []
     if not config.debug.debug_rollout_only:
         lines.append(f"trainer, each rank: {_size(trainer_bytes(config, parameters))}")
+        if config.cluster.offload_train and config.cluster.device == "cuda":
+            waiting = _size(trainer_bytes(config, parameters, gradients=False))
+            lines.append(f"of it in host memory while the engines generate: {waiting}, page-locked")
         if config.checkpoint.ref_load is not None and (config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0):
             lines.append(f"reference weights, each rank, host memory: {_size(local * width)}")
     if config.num_engines:

@@ -36,7 +36,7 @@ ROUTER_FLAGS: Mapping[str, Kind] = flag_table(
             tokenizer_cache_enable_l0 tokenizer_cache_enable_l1 enable_trace control_plane_audit_enabled
         """,
         "float*": "prometheus_duration_buckets",
-        "str*": "request_id_headers cors_allowed_origins ca_cert_paths",
+        "str*": "request_id_headers cors_allowed_origins ca_cert_paths control_plane_api_keys jwt_role_mapping",
     }
 )
 """Router argument (attribute of its Python API) -> how its value is written."""
@@ -50,6 +50,13 @@ ROUTER_POLICIES = (
     "consistent_hashing",
     "prefix_hash",
 )
+
+ROUTER_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "policy": ROUTER_POLICIES,
+    "prefill_policy": (*ROUTER_POLICIES, "bucket"),
+    "decode_policy": ROUTER_POLICIES,
+}
+"""Accepted values: what the router's Python API has, which its own command line does not offer in full."""
 
 ROUTER_PRESETS: Mapping[str, Any] = {
     # Prompts arrive as token ids, which defeats the text tree of the router's own default, cache_aware: it
@@ -71,12 +78,12 @@ ROUTER_DEFAULTS: Mapping[str, Any] = {
 }
 """What ``args.router_*`` are when nobody sets them."""
 
-ROUTER_SECRETS = frozenset({"api_key", "oracle_password", "postgres_db_url", "redis_url"})
+ROUTER_SECRETS = frozenset({"api_key", "control_plane_api_keys", "oracle_password", "postgres_db_url", "redis_url"})
 """Router arguments that are never written anywhere."""
 
 ROUTER_OWNED: Mapping[str, str] = {
     "host": "is set by slime",
-    "port": "use --sglang-router-port for a router that already runs",
+    "port": "use --sglang-router-port",
     "worker_urls": "engines register themselves; use --rollout-external-engine-addrs for engines that already run",
     "request_timeout_secs": "use --sglang-router-request-timeout-secs",
     "prefill": "use --sglang-config",

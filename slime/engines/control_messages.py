@@ -64,7 +64,7 @@ class UpdateFromTensorMessage:
     """``/update_weights_from_tensor``: shared-memory handles, one base64 string per tensor-parallel rank."""
 
     serialized_named_tensors: list[str] = field(default_factory=list[str])
-    load_format: Literal["direct"] | None = None
+    load_format: Literal["direct", "flattened_bucket"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: str | None = None
@@ -93,7 +93,10 @@ class DestroyGroupMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateFromDistributedMessage:
-    """``/update_weights_from_distributed``: the trainer broadcasts each tensor from rank 0, in this order."""
+    """``/update_weights_from_distributed``: the trainer broadcasts from rank 0, in this order.
+
+    Each tensor alone, or with ``flattened_bucket`` their bytes in one, without gaps.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -102,7 +105,7 @@ class UpdateFromDistributedMessage:
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: str | None = None
-    load_format: None = None
+    load_format: Literal["flattened_bucket"] | None = None
     selector: Literal["all", "target"] = "all"
     torch_empty_cache: bool = False
 

@@ -43,6 +43,8 @@ class EngineFeatures:
         tp_size: Processes that share every layer.
         pp_size: Pipeline stages.
         dp_size: Copies of the attention.
+        is_disaggregated: Whether it computes prompts for others, or continues prompts of others. SGLang then keeps a
+            prompt that is half computed when it takes requests back.
     """
 
     backend: Literal["embedded", "sglang"]
@@ -57,6 +59,7 @@ class EngineFeatures:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
+    is_disaggregated: bool = False
 
 
 def ask_features(url: str, *, timeout_seconds: float, waiter: str = "the driver") -> EngineFeatures:
@@ -110,6 +113,7 @@ def features_of(info: Mapping[str, Any]) -> EngineFeatures:
         tp_size=int(info.get("tp_size") or 1),
         pp_size=int(info.get("pp_size") or 1),
         dp_size=int(info.get("dp_size") or 1),
+        is_disaggregated=info.get("disaggregation_mode") not in (None, "null"),
     )
 
 

@@ -38,6 +38,7 @@ _REDUCTIONS: tuple[tuple[re.Pattern[str], Reduction], ...] = (
     (re.compile(r"/step$"), Reduction.LAST),
     (re.compile(r"/(zero_std/count_|dynamic_filter/drop_)"), Reduction.SUM),
     (re.compile(r"/count$|_count$|/unparsed$|/timeouts$"), Reduction.SUM),
+    (re.compile(r"/engine_restarts$|/requests_reissued$"), Reduction.SUM),
     (re.compile(r"(/|_)max$"), Reduction.MAX),
     (re.compile(r"(/|_)min$"), Reduction.MIN),
     # A quantile of several steps together is not known; the worst step's is reported.

@@ -187,6 +187,7 @@ _INCIDENTS = (
     ("UPDATES SKIPPED (not finite)", "train/skipped_steps_count"),
     ("CRITIC UPDATES SKIPPED (not finite)", "critic-train/skipped_steps_count"),
     ("SAMPLES LEFT OUT (not finite)", "rollout/not_finite_samples_count"),
+    ("ENGINES REPLACED", "rollout/engine_restarts"),
 )
 
 

@@ -14,26 +14,29 @@ import json
 import logging
 import random
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 
 from slime.errors import EngineError, WaitTimeoutError
+from slime.rollout.aborting import abort_worker
+from slime.rollout.faults import BadReplyError, EngineRequestError, TransientFaultError
+from slime.rollout.reissue import Reissues
+from slime.rollout.workers import WorkerDirectory
+
+__all__ = ["BadReplyError", "ClientTimeouts", "EngineClient", "EngineRequestError"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_BODY_CHARS = 500
-FIRST_ABORT_RESEND_SECONDS = 0.25
-MAX_ABORT_RESEND_SECONDS = 3.0
-MIN_CONTROL_SECONDS = 1.0
-WORKERS_SECONDS = 30.0
 RETRY_PAUSE_SECONDS = 0.25
 MAX_RETRY_PAUSE_SECONDS = 10.0
+BUSY_STATUSES = (429, 503)
+ROUTER_ERROR_HEADER = "x-smg-error-code"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,30 +69,6 @@ class ClientTimeouts:
         )
 
 
-class EngineRequestError(EngineError):
-    """The engine refused a request with a 4xx status.
-
-    Args:
-        message: Method, URL, status and the body.
-        status: The HTTP status.
-    """
-
-    def __init__(self, message: str, *, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(EngineRequestError, status=self.status), self.args
-
-
-class _TransientFaultError(Exception):
-    """One attempt failed in a way that another attempt may not; stays inside this module."""
-
-    def __init__(self, message: str, *, answered: bool = False) -> None:
-        super().__init__(message)
-        self.answered = answered
-
-
 class EngineClient:
     """Asynchronous client of one router, or of one bare engine.
 
@@ -97,16 +76,25 @@ class EngineClient:
         base_url: ``http://host:port`` of the router or engine.
         timeouts: Bounds of the waits.
         max_connections: Connections open at once, over all hosts; 0 for no limit.
+        reissues: With it, a request that got no answer of use goes to another engine, and a component that is being
+            replaced is waited for; without it, an attempt counts whatever it failed of.
     """
 
-    def __init__(self, base_url: str, *, timeouts: ClientTimeouts | None = None, max_connections: int = 0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeouts: ClientTimeouts | None = None,
+        max_connections: int = 0,
+        reissues: Reissues | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeouts = timeouts or ClientTimeouts()
+        self.reissues = reissues
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._healthy: list[str] = []
-        self._healthy_until = 0.0
+        self._workers = WorkerDirectory(self.base_url, self._control, self.timeouts.control_seconds)
 
     async def open(self) -> EngineClient:
         """Bind the client to the running loop."""
@@ -145,11 +133,74 @@ class EngineClient:
             EngineError: The request was refused (4xx), or the reply is not one.
             WaitTimeoutError: No attempt succeeded within the bounds.
         """
+        return await self.generate_and_read(payload, lambda reply: reply, headers=headers, base_url=base_url)
+
+    async def generate_and_read(
+        self,
+        payload: Mapping[str, Any],
+        read: Callable[[dict[str, Any]], T],
+        *,
+        headers: Mapping[str, str] | None = None,
+        base_url: str | None = None,
+    ) -> T:
+        """POST ``/generate`` and return what ``read`` makes of the reply.
+
+        Args:
+            payload: Request of the engine's HTTP contract.
+            read: Raises ``BadReplyError`` for a reply that does not fit together: another engine is asked then, if
+                the client issues requests again.
+            headers: Further headers, such as the routing key.
+            base_url: Send to this engine instead of the router.
+
+        Raises:
+            EngineError: The request was refused (4xx), or there is no reply that can be read.
+            WaitTimeoutError: No attempt succeeded within the bounds.
+        """
+        if self.reissues is not None:
+            return await self._on_own_loop(self._generate_anywhere(self.reissues, payload, read, headers, base_url))
         url = f"{base_url or self.base_url}/generate"
-        reply = await self.request("POST", url, payload=payload, headers=headers)
-        if not isinstance(reply, dict) or not isinstance(reply.get("meta_info"), dict):
-            raise EngineError(f"POST {url} answered without meta_info: {str(reply)[:MAX_BODY_CHARS]}")
-        return reply
+        return _read(url, await self.request("POST", url, payload=payload, headers=headers), read)
+
+    async def _generate_anywhere(
+        self,
+        reissues: Reissues,
+        payload: Mapping[str, Any],
+        read: Callable[[dict[str, Any]], T],
+        headers: Mapping[str, str] | None,
+        base_url: str | None,
+    ) -> T:
+        request, tried = reissues.new_request(), list[str]()
+
+        async def attempt(seconds: float) -> T:
+            target = await self._another_engine(reissues, tried) if tried else base_url or self.base_url
+            reissues.count += bool(tried)
+            tried.append(target)
+            url = f"{target}/generate"
+            try:
+                value = _read(url, await self._attempt("POST", url, payload, headers, seconds), read)
+            except (TransientFaultError, BadReplyError) as error:
+                bad = isinstance(error, BadReplyError)
+                fault = TransientFaultError(str(error), answered=True, by_engine=True) if bad else error
+                self._workers.doubt()
+                if target != self.base_url and not fault.busy:
+                    reissues.bad(target, request, str(fault))
+                raise fault from error
+            reissues.good(target)
+            return value
+
+        what, timeouts = f"POST {base_url or self.base_url}/generate", self.timeouts
+        return await self._repeat(attempt, what, timeouts.request_seconds, timeouts.max_retries + 1, patient=True)
+
+    async def _another_engine(self, reissues: Reissues, tried: list[str]) -> str:
+        """Where a request goes next: straight to an engine, so that its answer tells about that one.
+
+        Through the router again if that is the way it must go, or if the router cannot say which engines there are.
+        """
+        try:
+            engines = await self.healthy_worker_urls()
+        except (EngineError, WaitTimeoutError):
+            return self.base_url
+        return reissues.choose(engines, tried) if self._workers.serve_alone else self.base_url
 
     async def post(
         self, url: str, payload: Any, *, headers: Mapping[str, str] | None = None, max_attempts: int | None = None
@@ -210,26 +261,49 @@ class EngineClient:
         total_seconds: float,
         max_attempts: int,
     ) -> Any:
+        async def attempt(seconds: float) -> Any:
+            return await self._attempt(method, url, payload, headers, seconds)
+
+        patient = self.reissues is not None and max_attempts > 1 and self._workers.knows(url)
+        return await self._repeat(attempt, f"{method} {url}", total_seconds, max_attempts, patient=patient)
+
+    async def _repeat(
+        self,
+        attempt: Callable[[float], Awaitable[T]],
+        what: str,
+        total_seconds: float,
+        max_attempts: int,
+        *,
+        patient: bool,
+    ) -> T:
+        """Repeat ``attempt``, which is given the seconds left, while its faults are transient.
+
+        A patient wait counts only what an engine answered: what is being replaced answers nothing for a while, and
+        time bounds that.
+        """
         started = time.monotonic()
-        attempt = 0
+        attempts = counted = 0
         while True:
-            attempt += 1
+            attempts += 1
             left = started + total_seconds - time.monotonic()
             try:
-                return await self._attempt(method, url, payload, headers, left)
-            except _TransientFaultError as fault:
-                pause = min(RETRY_PAUSE_SECONDS * 2 ** (attempt - 1), MAX_RETRY_PAUSE_SECONDS) * random.uniform(0.5, 1)
+                return await attempt(left)
+            except TransientFaultError as fault:
+                counted += fault.by_engine or not patient
+                pause = min(RETRY_PAUSE_SECONDS * 2 ** min(attempts - 1, 10), MAX_RETRY_PAUSE_SECONDS)
+                pause *= random.uniform(0.5, 1)
                 waited = time.monotonic() - started
-                if attempt >= max_attempts or waited + pause >= total_seconds:
+                if counted >= max_attempts or waited + pause >= total_seconds:
                     # An engine that answers, however badly, is not a dead one.
                     kind = EngineError if fault.answered else WaitTimeoutError
                     raise kind(
-                        f"the rollout process waited {waited:.1f} s for {method} {url} in {attempt} attempts; last "
+                        f"the rollout process waited {waited:.1f} s for {what} in {attempts} attempts; last "
                         f"fault: {fault}. See the log of that engine or router; --http-request-timeout-seconds and "
                         "--http-max-retries bound the wait"
                     ) from fault
-                level = logging.WARNING if attempt == 1 else logging.DEBUG
-                logger.log(level, "%s %s: %s; trying again in %.1f s", method, url, fault, pause)
+                warn = attempts == 1 if self.reissues is None else self.reissues.should_warn()
+                level = logging.WARNING if warn else logging.DEBUG
+                logger.log(level, "%s: %s; trying again in %.1f s", what, fault, pause)
             await asyncio.sleep(pause)
 
     async def _attempt(
@@ -241,15 +315,20 @@ class EngineClient:
         try:
             async with self._session.request(method, url, json=payload, headers=headers, timeout=timeout) as response:
                 body = await response.read()
-                status = response.status
+                status, by_router = response.status, ROUTER_ERROR_HEADER in response.headers
         except TimeoutError as error:
-            raise _TransientFaultError(f"no reply within {total_seconds:g} s") from error
+            raise TransientFaultError(f"no reply within {total_seconds:g} s") from error
         except aiohttp.InvalidURL as error:
             raise EngineError(f"{url} is not a URL") from error
         except (aiohttp.ClientError, ConnectionError, OSError) as error:
-            raise _TransientFaultError(f"{type(error).__name__}: {error}") from error
+            raise TransientFaultError(f"{type(error).__name__}: {error}") from error
         if status in (408, 429) or status >= 500:
-            raise _TransientFaultError(f"HTTP {status}: {_excerpt(body)}", answered=True)
+            raise TransientFaultError(
+                f"HTTP {status}: {_excerpt(body)}",
+                answered=True,
+                by_engine=not by_router,
+                busy=status in BUSY_STATUSES,
+            )
         if status >= 400:
             text = _excerpt(body)
             raise EngineRequestError(f"{method} {url} was refused with HTTP {status}: {text}", status=status)
@@ -262,35 +341,23 @@ class EngineClient:
 
     async def worker_urls(self) -> list[str]:
         """URLs of the engines behind the router; the base URL itself when it is a bare engine."""
-        return [url for url, _ in await self._workers(self.timeouts.control_seconds)]
+        return [worker.url for worker in await self._workers.all()]
 
     async def healthy_worker_urls(self) -> list[str]:
-        """The engines that take requests, in a stable order; asked anew every ``WORKERS_SECONDS``.
+        """The engines that take requests, in a stable order; those that answer badly are left out.
 
         Raises:
             EngineError: There are none.
         """
-        now = time.monotonic()
-        if now >= self._healthy_until:
-            healthy = sorted(
-                url for url, is_healthy in await self._workers(self.timeouts.control_seconds) if is_healthy
-            )
-            if not healthy:
-                raise EngineError(f"router {self.base_url} knows no healthy engine")
-            self._healthy, self._healthy_until = healthy, now + WORKERS_SECONDS
-        return self._healthy
-
-    async def _workers(self, total_seconds: float) -> list[tuple[str, bool]]:
+        if self.reissues is None:
+            return await self._workers.healthy()
         try:
-            reply = await self._control("GET", f"{self.base_url}/workers", total_seconds=total_seconds)
-        except EngineRequestError as error:
-            if error.status in (404, 405):
-                return [(self.base_url, True)]
-            raise
-        workers = reply.get("workers") if isinstance(reply, dict) else None
-        if not isinstance(workers, list):
-            raise EngineError(f"GET {self.base_url}/workers answered {str(reply)[:MAX_BODY_CHARS]}; expected 'workers'")
-        return [(str(w["url"]).rstrip("/"), bool(w.get("is_healthy", True))) for w in workers]
+            healthy = await self._workers.healthy()
+        except (EngineError, WaitTimeoutError):
+            healthy = self._workers.healthy_urls  # a router that is being replaced, or all of its engines are
+            if not healthy:
+                raise
+        return self.reissues.trusted(healthy)
 
     async def abort_all(self, *, timeout_seconds: float | None = None) -> None:
         """Abort every running request and wait until the engines are idle.
@@ -308,60 +375,25 @@ class EngineClient:
         """
         bound = self.timeouts.abort_seconds if timeout_seconds is None else timeout_seconds
         give_up_at = time.monotonic() + bound
-        urls = [url for url, _ in await self._workers(min(bound, self.timeouts.control_seconds))]
+        urls = [worker.url for worker in await self._workers.all(bound)]
         # All of them to the end: an abort that goes on unseen would end requests of the next rollout.
-        outcomes = await asyncio.gather(*(self._abort_worker(u, give_up_at) for u in urls), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(abort_worker(self._control, url, give_up_at, self.timeouts.control_seconds) for url in urls),
+            return_exceptions=True,
+        )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _abort_worker(self, url: str, give_up_at: float) -> None:
-        started = time.monotonic()
-        resend_at, resend_pause = 0.0, FIRST_ABORT_RESEND_SECONDS
-        pause = 0.05
-        while True:
-            now = time.monotonic()
-            left = min(max(give_up_at - now, MIN_CONTROL_SECONDS), self.timeouts.control_seconds)
-            try:
-                if now >= resend_at:
-                    await self._control("POST", f"{url}/abort_request", {"abort_all": True}, total_seconds=left)
-                    # Again: a request that was on its way may have arrived after the abort.
-                    resend_at = now + resend_pause
-                    resend_pause = min(2 * resend_pause, MAX_ABORT_RESEND_SECONDS)
-                loads = await self._control("GET", f"{url}/v1/loads?include=core", total_seconds=left)
-                running = _num_requests(loads)
-            except EngineRequestError as error:
-                if error.status in (404, 405):  # an engine without load report: its replies tell
-                    return
-                raise
-            except (EngineError, WaitTimeoutError) as error:
-                logger.warning("abort: engine %s does not answer: %s", url, error)
-                return
-            if running == 0:
-                return
-            if now > give_up_at:
-                raise WaitTimeoutError(
-                    f"the rollout process waited {now - started:.1f} s for engine {url} to abort; "
-                    f"{running} requests still run there (--abort-timeout-seconds)"
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 1.0)
-
-    async def _control(self, method: str, url: str, payload: Any = None, *, total_seconds: float) -> Any:
+    async def _control(self, method: str, url: str, payload: Any, total_seconds: float) -> Any:
         return await self.request(method, url, payload=payload, total_seconds=total_seconds, max_attempts=1)
+
+
+def _read(url: str, reply: Any, read: Callable[[dict[str, Any]], T]) -> T:
+    if not isinstance(reply, dict) or not isinstance(reply.get("meta_info"), dict):
+        raise BadReplyError(f"POST {url} answered without meta_info: {str(reply)[:MAX_BODY_CHARS]}")
+    return read(reply)
 
 
 def _excerpt(body: bytes) -> str:
     return body[:MAX_BODY_CHARS].decode(errors="replace")
-
-
-def _num_requests(reply: Any) -> int:
-    """Running plus waiting requests in a reply of ``/v1/loads``; 0 when it reports none."""
-    loads = reply.get("loads") if isinstance(reply, dict) else reply
-    if not isinstance(loads, list):
-        return 0
-    total = 0
-    for load in loads:
-        if isinstance(load, dict):
-            total += int(load.get("num_running_reqs") or 0) + int(load.get("num_waiting_reqs") or 0)
-    return total

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from slime.observability.trace import trace_span
 from slime.replay_data import decode_int32
 from slime.rollout.context import RolloutContext, RolloutTurn
 from slime.rollout.continuation import Completion, Draft
+from slime.rollout.faults import BadReplyError
+from slime.rollout.replies import read_output
 from slime.rollout.stops import StopConditions
 from slime.types import Sample
 
@@ -28,6 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
+KEYED_POLICIES = ("consistent_hashing", "manual")
+"""Policies of the router that keep the requests of one key on one engine."""
 TRACED = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
 
 
@@ -117,11 +122,11 @@ async def _request(context: RolloutContext, turn: RolloutTurn, sample: Sample, d
         workers = await context.client.healthy_worker_urls()
         base_url = workers[zlib.crc32((sample.session_id or "").encode()) % len(workers)]
     headers = None
-    if sample.session_id and args.router_policy == "consistent_hashing":
+    if sample.session_id and args.router_policy in KEYED_POLICIES:
         headers = {ROUTING_HEADER: sample.session_id}
     with trace_span(sample, "sglang_generate") as span:
-        reply = await context.client.generate(payload | replay, headers=headers, base_url=base_url)
-        completion = _read_reply(args, reply, replay)
+        read = partial(_read_reply, args, replay, params.get("max_new_tokens"))
+        completion = await context.client.generate_and_read(payload | replay, read, headers=headers, base_url=base_url)
         span.update({name: completion.meta_info[name] for name in TRACED if name in completion.meta_info})
     return completion
 
@@ -157,19 +162,15 @@ def request_seed(rollout_seed: int, sample: Sample, num_input_ids: int, *, evalu
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
 
 
-def _read_reply(args: Any, reply: Mapping[str, Any], replay: Mapping[str, Any]) -> Completion:
+def _read_reply(
+    args: Any, replay: Mapping[str, Any], max_new_tokens: int | None, reply: Mapping[str, Any]
+) -> Completion:
     meta: dict[str, Any] = dict(reply["meta_info"])
     # Pairs without the ids of top candidates, once read, would only be carried along.
     triples = meta.pop("output_token_logprobs", None)
     if _lacks_records(meta, triples, replay):  # aborted in the queue: the output is asked for again
         return Completion([], [], "", meta)
-    if triples is None:
-        raise EngineError(f"the engine answered without output_token_logprobs; keys found: {sorted(meta)}")
-    token_ids = [int(t[1]) for t in triples]
-    log_probs = [float(t[0]) for t in triples]
-    output_ids = reply.get("output_ids")
-    if output_ids is not None and len(output_ids) != len(token_ids):
-        raise EngineError(f"the engine answered {len(output_ids)} output_ids with {len(token_ids)} log-probs")
+    token_ids, log_probs = read_output(reply, max_new_tokens=max_new_tokens)
     if "return_sampling_mask" in replay and token_ids:
         log_probs = _read_kept_tokens(args, meta, len(token_ids))
     if "return_routed_experts" in replay and (token_ids or meta.get("routed_experts") is not None):
@@ -179,7 +180,8 @@ def _read_reply(args: Any, reply: Mapping[str, Any], replay: Mapping[str, Any]) 
 
 def _lacks_records(meta: Mapping[str, Any], triples: Any, replay: Mapping[str, Any]) -> bool:
     """Whether an aborted answer comes without what training needs of its tokens."""
-    if (meta.get("finish_reason") or {}).get("type") != "abort":
+    reason = meta.get("finish_reason")
+    if not isinstance(reason, dict) or cast("dict[str, Any]", reason).get("type") != "abort":
         return False
     mask = meta.get("output_token_sampling_mask")
     routes = meta.get("routed_experts")
@@ -201,7 +203,7 @@ def _read_kept_tokens(args: Any, meta: dict[str, Any], count: int) -> list[float
             "--rollout-top-k -1, or an engine with return_sampling_mask"
         )
     if len(mask) != count or len(log_probs) != count:
-        raise EngineError(
+        raise BadReplyError(
             f"the engine answered {len(mask)} sampling masks and {len(log_probs)} log-probs with {count} tokens"
         )
     meta["top_p_token_ids"] = [i for row in mask for i in row]

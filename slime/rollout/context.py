@@ -28,6 +28,7 @@ from slime.rollout.failures import FailureBudget
 from slime.rollout.hooks import CustomGenerate, RolloutHooks
 from slime.rollout.loop import ConcurrencyLimit, LoopThread
 from slime.rollout.progress import Progress
+from slime.rollout.reissue import Reissues
 from slime.rollout.stops import end_token_ids
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput, RolloutGroup, call_rollout_fn
 from slime.types import Sample
@@ -131,7 +132,11 @@ class RolloutContext:
         """
         flat: Any = args
         tokenizer = load_tokenizer(flat.hf_checkpoint)
-        client = EngineClient(router_url(flat), timeouts=ClientTimeouts.from_args(flat))
+        client = EngineClient(
+            router_url(flat),
+            timeouts=ClientTimeouts.from_args(flat),
+            reissues=Reissues() if flat.use_fault_tolerance else None,
+        )
         loop_thread = LoopThread()
         try:
             loop_thread.run(client.open(), timeout_seconds=CLOSE_SECONDS)

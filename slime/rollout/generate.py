@@ -16,13 +16,13 @@ import uuid
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from slime.errors import ConfigError, PluginError, SlimeError, WaitTimeoutError
+from slime.errors import ConfigError, EngineError, PluginError, SlimeError, WaitTimeoutError
 from slime.observability.trace import trace_next_attempt, trace_span
 from slime.replay_data import num_routed
 from slime.rollout.completion import complete, prompt_token_ids, token_budget
 from slime.rollout.context import RolloutContext
 from slime.rollout.conversation import generate_single, generate_with_list_form
-from slime.rollout.failures import TooManyFailuresError, reset_response
+from slime.rollout.failures import TooManyFailuresError, clear_response, reset_response
 from slime.rollout.hooks import check_generated
 from slime.rollout.offpolicy import NOTHING_EARLIER, mask_earlier_tokens, mask_older_tokens
 from slime.rollout.types import GroupItem, RolloutGroup, iter_samples
@@ -35,6 +35,8 @@ T = TypeVar("T")
 # Faults of the whole run: a further sample would meet them too.
 FATAL_ERRORS = (ConfigError, PluginError, WaitTimeoutError, TooManyFailuresError)
 FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
+MAX_INTERRUPTIONS = 8
+"""Attempts in a row at a sample whose requests are aborted from outside before any new token is kept."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -121,7 +123,7 @@ async def _generate_item(
         if turn.aborted:
             sample.status = Status.ABORTED
             return sample
-        item = await _call_generate(context, sample, dict(sampling_params), evaluation)
+        item = await _generate_uninterrupted(context, sample, sampling_params, evaluation)
     for produced in iter_samples([item]):
         if produced.status is Status.PENDING:  # many custom functions leave the status alone
             produced.status = Status.COMPLETED
@@ -130,6 +132,34 @@ async def _generate_item(
             context.args, item, rollout_id=turn.rollout_id, evaluation=evaluation
         )
     return item
+
+
+async def _generate_uninterrupted(
+    context: RolloutContext, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> GroupItem:
+    """Generate, and again if requests were aborted although the rollout goes on.
+
+    That happens to functions that send requests of their own when weights change with
+    ``--update-weight-pause-mode abort``. What they have is continued where they can (``--partial-rollout``).
+
+    Raises:
+        EngineError: It happened time after time.
+    """
+    turn = context.turn
+    in_vain = 0
+    while in_vain < MAX_INTERRUPTIONS:
+        length = sample.response_length
+        item = await _call_generate(context, sample, dict(sampling_params), evaluation)
+        if turn.aborted or all(s.status is not Status.ABORTED for s in iter_samples([item])):
+            return item
+        if item is not sample or not context.args.partial_rollout:
+            clear_response(sample)
+        in_vain = 0 if sample.response_length > length else in_vain + 1
+        trace_next_attempt(sample)
+    raise EngineError(
+        f"the requests of sample {sample.index} were aborted {MAX_INTERRUPTIONS} times in vain while the rollout goes "
+        "on; see the logs of the engines"
+    )
 
 
 async def _call_generate(

@@ -6,16 +6,38 @@ different default groups, so the helper below makes one from a rendezvous of its
 
 from __future__ import annotations
 
+import random
+import socket
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from slime.errors import WaitTimeoutError
+from slime.errors import EngineError, WaitTimeoutError
 
 dist = cast(Any, torch.distributed)
 _internals = cast(Any, distributed_c10d)
+
+
+_RENDEZVOUS_PORTS = range(20000, 30000)  # below those that the system gives to connections
+_PORT_TRIES = 100
+
+
+def rendezvous_port() -> int:
+    """A port that is free on this host now.
+
+    Raises:
+        EngineError: None of many was.
+    """
+    for port in random.sample(_RENDEZVOUS_PORTS, _PORT_TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"none of {_PORT_TRIES} ports from {_RENDEZVOUS_PORTS.start} on is free")
 
 
 def join_group(

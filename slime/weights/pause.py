@@ -53,18 +53,24 @@ def choose_pause_mode(asked: str, engine: EngineFeatures, *, name: str, routing_
     Raises:
         EngineError: A retraction was asked for, and would not give right results there.
     """
-    keeps_what_training_needs = engine.keeps_routes or not routing_replay
+    obstacle = _obstacle(engine, routing_replay)
     if asked == "auto":
-        return "retract" if engine.flushes_past_waiting and keeps_what_training_needs else "abort"
-    if asked == "retract" and not engine.flushes_past_waiting:
-        raise EngineError(
-            f"{FLAG} retract: {name} ({engine.backend} {engine.version}) cannot empty its cache while retracted "
-            "requests wait, and would go on with keys and values of the old weights; use auto or abort"
-        )
-    if asked == "retract" and not keeps_what_training_needs:
-        raise EngineError(
-            f"{FLAG} retract: {name} ({engine.backend} {engine.version}) forgets the experts of tokens that it "
-            "computes again, which --use-rollout-routing-replay needs; use auto or abort"
-        )
+        return "retract" if obstacle is None else "abort"
+    if asked == "retract" and obstacle is not None:
+        raise EngineError(f"{FLAG} retract: {name} ({engine.backend} {engine.version}) {obstacle}; use auto or abort")
     modes: dict[str, PauseMode] = {"retract": "retract", "abort": "abort", "in_place": "in_place"}
     return modes[asked]
+
+
+def _obstacle(engine: EngineFeatures, routing_replay: bool) -> str | None:
+    """Why a retraction would not give right results; None if it would."""
+    if not engine.flushes_past_waiting:
+        return (
+            "cannot empty its cache while retracted requests wait, and would go on with keys and values of the old "
+            "weights"
+        )
+    if engine.is_disaggregated:
+        return "keeps prompts that are half computed with the old weights"
+    if routing_replay and not engine.keeps_routes:
+        return "forgets the experts of tokens that it computes again, which --use-rollout-routing-replay needs"
+    return None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
 Bucket = Sequence[tuple[str, Tensor]]
 """Whole tensors under their Hugging Face names; empty on a rank that only contributes shards."""
+
+Receivers = Literal["first", "all"]
+"""Who gets whole tensors: the first rank alone, or every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,12 +29,7 @@ class Rotation:
         self._sizes: dict[str, int] = {}
         self._queue: deque[str] = deque()
         self._chosen: frozenset[str] | None = None
-        self._seconds_per_byte = float("inf")
-        self._debt_seconds = 0.0
-
-    def restart(self) -> None:
-        """Check everything at the next synchronisation, because there are other engines."""
-        self._chosen = None
+        self._seconds_per_byte: float | None = None
         self._debt_seconds = 0.0
 
     def wants(self, name: str) -> bool:
@@ -66,18 +61,19 @@ class Rotation:
         units: dict[str, int] = {}
         for name, size in sizes.items():
             units[unit_of(name)] = units.get(unit_of(name), 0) + size
+        is_first = not self._sizes
         if units and units.keys() != self._sizes.keys():
             self._queue = deque(units)
-            self._seconds_per_byte = float("inf")
+            self._seconds_per_byte = None
         self._sizes = units or self._sizes
         checked = sum(size for unit, size in units.items() if self._chosen is None or unit in self._chosen)
         if checked:
-            # The least seen: a call also takes time that does not depend on the size, and the first call is slow.
-            self._seconds_per_byte = min(self._seconds_per_byte, check_seconds / checked)
+            # Averaged: machines are not always as fast, and a call also takes time that does not depend on the size.
+            found = check_seconds / checked
+            self._seconds_per_byte = found if self._seconds_per_byte is None else (self._seconds_per_byte + found) / 2
         allowed = self._share * send_seconds
-        started_over = self._chosen is None and has_parts
-        spent = 0.0 if started_over else check_seconds
-        self._debt_seconds = max(0.0, self._debt_seconds + spent - allowed)
+        if not (is_first and has_parts):
+            self._debt_seconds = max(0.0, self._debt_seconds + check_seconds - allowed)
         if has_parts:
             self._chosen = self._choose(allowed - self._debt_seconds)
         else:
@@ -85,11 +81,12 @@ class Rotation:
 
     def _choose(self, seconds: float) -> frozenset[str] | None:
         """The units whose turn it is, as many as fit, but one at least; None for all."""
-        if sum(self._sizes.values()) * self._seconds_per_byte <= seconds:
+        per_byte = self._seconds_per_byte
+        if per_byte is None or sum(self._sizes.values()) * per_byte <= seconds:
             return None
         chosen: list[str] = []
         for _ in range(len(self._queue)):
-            seconds -= self._sizes[self._queue[0]] * self._seconds_per_byte
+            seconds -= self._sizes[self._queue[0]] * per_byte
             if chosen and seconds < 0:
                 break
             chosen.append(self._queue[0])

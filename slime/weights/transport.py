@@ -1,269 +1,155 @@
-"""Carry new weights from the trainer into engines of the same machine, and prove that they arrived.
+"""Tensors for engines that can read the trainer's memory: shared memory on a CPU, CUDA IPC handles on a GPU.
 
-One bucket at a time is laid out in one flat piece of shared memory; the engines read it in place and answer, then it is
-freed. Works with the embedded engine and with SGLang's ``/update_weights_from_tensor``. Afterwards the checksums that
-each engine computes over what it holds are compared with those of the sent tensors.
-
-Synchronous: it runs where the trainer's first rank is. Tests hold: an engine that keeps an old value is reported by
-tensor and version, and nothing stays behind in shared memory.
+A piece of weights is laid out in one buffer by every rank that shares a device with the engine; the ranks hand their
+notes to the first of them, which posts one per tensor-parallel process of the engine. While the engine reads one
+piece, the next is laid out; a buffer is freed when the engine has answered. Tests hold: at most two buffers exist at
+any time; nothing stays behind in shared memory, also when an engine does not answer.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import io
-import logging
-import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-import torch.multiprocessing
-from torch import Tensor
-
-from slime.config import Config
 from slime.engines import api
-from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
-from slime.http_control import HttpStatusError, in_parallel, request
-from slime.weights.checksum import tensor_checksum
+from slime.errors import SlimeError, WeightSyncError
+from slime.http_control import HttpStatusError
+from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
-from slime.weights.pause import pause_mode_for
-from slime.weights.precision import held_dtype
-from slime.weights.report import Bucket, SyncReport
-
-logger = logging.getLogger(__name__)
-
-multiprocessing = cast(Any, torch.multiprocessing)
-_ALIGNMENT_BYTES = 64
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NOT_FOUND = 404
+from slime.weights.flat import LOAD_FORMAT, FlatBucket
+from slime.weights.report import Bucket
+from slime.weights.team import RankTeam
 
 
-class TensorUpdater:
-    """One rank's part in sending tensors to engines of this machine; see ``WeightUpdater``.
+class TensorChannel:
+    """Brings pieces to engines that share the memory of the same training ranks.
 
     Args:
-        config: The resolved configuration.
-        rank: This process; rank 0 sends.
-    """
-
-    receivers: Literal["first", "all"] = "first"
-
-    def __init__(self, config: Config, *, rank: int) -> None:
-        self._config = config
-        self._rank = rank
-        self._transport: TensorTransport | None = None
-
-    def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
-        """Take these engines from now on."""
-        self._transport = None
-        if endpoints and self._rank == 0:
-            self._transport = TensorTransport(
-                [endpoint.url for endpoint in endpoints],
-                timeout_seconds=self._config.weights.weight_sync_timeout_seconds,
-                bucket_bytes=self._config.weights.update_weight_buffer_size,
-                pause_mode=pause_mode_for(self._config, endpoints),
-            )
-
-    def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:
-        """Bring every engine to new weights."""
-        if self._transport is not None:
-            return self._transport.update(buckets, version)
-        for _ in buckets:  # this rank only contributes its shards
-            pass
-        return SyncReport(seconds=0.0, bytes=0, tensors=0, verified=0)
-
-    def close(self) -> None:
-        """Free what is held."""
-
-
-class TensorTransport:
-    """Sends weights to engines of this machine.
-
-    Args:
-        engine_urls: One base URL per engine.
-        timeout_seconds: For each HTTP call.
-        bucket_bytes: Bound of one piece of shared memory; larger buckets are sent in several pieces.
-        pause_mode: What happens to requests that run: ``retract`` computes them on with the new weights, ``abort``
-            ends them, ``in_place`` keeps their cached keys and values of the old weights.
-        verify: Whether to compare checksums.
+        endpoints: The engines: all of this machine on a CPU, one on a GPU.
+        num_notes: How many processes of each engine read a piece.
+        team: The ranks that lay pieces out; the first one posts.
+        deadline: Of the update.
     """
 
     def __init__(
         self,
-        engine_urls: Sequence[str],
+        endpoints: Sequence[EngineEndpoint],
+        num_notes: Sequence[int],
         *,
-        timeout_seconds: float,
-        bucket_bytes: int,
-        pause_mode: api.PauseMode = "retract",
-        verify: bool = True,
+        team: RankTeam[list[str] | str],
+        deadline: Deadline,
     ) -> None:
-        if not engine_urls:
-            raise EngineError("there is no engine to send weights to")
-        self._urls = [url.rstrip("/") for url in engine_urls]
-        self._timeout = timeout_seconds
-        self._bucket_bytes = bucket_bytes
-        self._pause_mode: api.PauseMode = pause_mode
-        self._verify = verify
-        self._held_version = api.INITIAL_WEIGHT_VERSION
+        self._num_notes = {endpoint.url: count for endpoint, count in zip(endpoints, num_notes, strict=True)}
+        self._calls = EngineCalls(endpoints, deadline)
+        self._team = team
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
+        self._posted: Future[None] | None = None
+        self._buffer: FlatBucket | None = None
+        self._failure: SlimeError | None = None
+        self._stopped = False
+        self.held_bytes = 0
+        self.peak_bytes = 0
 
-    def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:
-        """Bring every engine to new weights.
+    def begin(self) -> None:
+        """Start an update."""
+        self._failure, self._stopped = None, False
+        self.peak_bytes = 0
 
-        Args:
-            buckets: (Hugging Face name, CPU tensor) pairs in any order; consumed once.
-            version: Name of the new weights; comes back with every answer.
+    def start(self, piece: Bucket, version: str) -> None:
+        """Lay a piece out and have the engines read it; returns while they do.
+
+        A failure is kept for ``finish``: until then the other ranks count on this one.
+        """
+        if self._stopped:
+            return
+        buffer = FlatBucket(piece)
+        self.held_bytes += buffer.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._wait_for_answers()
+        notes = self._exchange_notes(buffer)
+        self._free()
+        if self._stopped:
+            return
+        self._buffer = buffer
+        if self._team.leads:
+            names = f"{piece[0][0]} to {piece[-1][0]}"
+            self._posted = self._pool.submit(self._post, notes, version, names)
+
+    def finish(self) -> None:
+        """Wait until the engines have everything.
 
         Raises:
-            WeightSyncError: An engine refused a tensor, or holds other values than were sent.
-            EngineError: An engine cannot be reached.
-            WaitTimeoutError: An engine did not answer in time.
+            WeightSyncError: One refused a piece.
+            EngineError: One cannot be reached.
+            WaitTimeoutError: One, or another rank, did not answer in time.
         """
-        started = time.monotonic()
-        dtype = self._engine_dtype()
-        self._to_all(api.PAUSE_GENERATION, {"mode": self._pause_mode})
-        sent: dict[str, str] = {}
-        total = 0
-        has_brackets = False
-        try:
-            if self._pause_mode != "in_place":
-                self._to_all(api.FLUSH_CACHE, {}, query=f"?timeout={self._timeout / 2:.0f}")
-            has_brackets = self._begin()
-            for bucket in buckets:
-                for piece in self._pieces(_cast(bucket, dtype)):
-                    total += self._send(piece, version, sent)
-            if has_brackets:
-                self._to_all(api.END_WEIGHT_UPDATE, {})
-            verified = self._compare(sent, version) if self._verify else 0
-        except BaseException:
-            self._recover(has_brackets)
-            raise
-        self._to_all(api.CONTINUE_GENERATION, {})
-        self._held_version = version
-        return SyncReport(seconds=time.monotonic() - started, bytes=total, tensors=len(sent), verified=verified)
+        if not self._stopped:
+            self._wait_for_answers()
+            self._exchange_notes(None)
+        self._free()
+        if self._failure is not None:
+            raise self._failure
 
-    def _recover(self, has_brackets: bool) -> None:
-        """After a failure: an engine left paused would hang every client, and one left open refuses the next try."""
-        for path in (*((api.END_WEIGHT_UPDATE,) if has_brackets else ()), api.CONTINUE_GENERATION):
-            with contextlib.suppress(EngineError, WaitTimeoutError):
-                self._to_all(path, {})
+    def close(self) -> None:
+        """End the thread that posts, and the group of the ranks."""
+        self._pool.shutdown()
+        self._free()
+        self._team.close()
 
-    def _begin(self) -> bool:
-        """Open the update; False for engines that do not know the bracket (older SGLang)."""
-        try:
-            self._to_all(api.BEGIN_WEIGHT_UPDATE, {})
-        except HttpStatusError as error:
-            if error.status == _NOT_FOUND:
-                return False
-            raise
-        return True
+    def _exchange_notes(self, buffer: FlatBucket | None) -> list[list[str]]:
+        """Tell each other where the buffers are, or that this rank has failed: then all of them stop here.
 
-    def _pieces(self, bucket: Bucket) -> Iterator[Bucket]:
-        """Cut a bucket so that no piece exceeds the bound, unless one tensor alone does."""
-        piece: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in bucket:
-            if piece and size + tensor.nbytes > self._bucket_bytes:
-                yield piece
-                piece, size = [], 0
-            piece.append((name, tensor))
-            size += tensor.nbytes
-        if piece:
-            yield piece
+        Since the first rank comes only after the engines' answers, everybody may free the piece before.
+        """
+        if self._failure is not None:
+            mine: list[str] | str = str(self._failure)
+        elif buffer is None:
+            mine = []
+        else:
+            mine = buffer.payloads(sum(self._num_notes.values()) if len(self._team.ranks) == 1 else 1)
+        notes = self._team.exchange(mine, "share the next tensors")
+        told = [note for note in notes if isinstance(note, str)]
+        if told:
+            self._stopped = True
+            self._failure = self._failure or WeightSyncError(f"another rank could not send: {told[0]}")
+            if buffer is not None:
+                self.held_bytes -= buffer.nbytes
+                buffer.free(unread=True)
+            return []
+        return [note for note in notes if isinstance(note, list)]
 
-    def _send(self, piece: Bucket, version: str, sent: dict[str, str]) -> int:
-        """Share one piece until every engine has copied it; notes checksums in ``sent`` and returns the bytes."""
-        with _shared(piece) as (payload, views):
-            sent.update((name, tensor_checksum(view) if self._verify else "") for name, view in views)
+    def _post(self, notes: list[list[str]], version: str, names: str) -> None:
+        """Send every engine its notes: of one rank, those meant for it; of several, one of each."""
+        flat = [note for row in notes for note in row]
+        share: dict[str, list[str]] = {}
+        for endpoint in self._calls.endpoints:
+            count = self._num_notes[endpoint.url]
+            share[endpoint.url], flat = flat[:count], flat[count:]
+
+        def post(endpoint: EngineEndpoint) -> None:
             body = {
-                "serialized_named_tensors": [payload],
-                "flush_cache": self._pause_mode != "in_place",
+                "serialized_named_tensors": share[endpoint.url],
+                "load_format": LOAD_FORMAT,
+                "flush_cache": False,  # done before the update, and nothing was computed since
                 "weight_version": version,
             }
             try:
-                self._to_all(api.UPDATE_WEIGHTS_FROM_TENSOR, body)
+                self._calls.call(endpoint, api.UPDATE_WEIGHTS_FROM_TENSOR, body)
             except HttpStatusError as error:
-                names = f"{piece[0][0]} to {piece[-1][0]}"
-                raise WeightSyncError(f"version {version}, tensors {names}: {error}") from error
-        return sum(tensor.nbytes for _, tensor in piece)
+                raise WeightSyncError(f"version {version}, tensors {names}: {error}") from None
 
-    def _compare(self, sent: Mapping[str, str], version: str) -> int:
-        """Compare what was sent with what each engine holds; returns the number of comparisons.
+        self._calls.each(post)
 
-        SGLang names the fused tensors it holds, so only the others can be compared there.
-        """
-        problems: list[str] = []
-        compared = 0
-        for url, reply in self._to_all(api.WEIGHTS_CHECKER, {"action": "checksum"}):
-            if not isinstance(reply, dict):
-                raise WeightSyncError(f"{url} answered the checksum request with {reply!r:.200}")
-            held = cast("dict[str, str]", cast("dict[str, Any]", reply)["ranks"][0]["checksums"])
-            is_ours = "model.embed_tokens.weight" in held and len(next(iter(held.values()))) == _CHECKSUM_DIGITS
-            names = [name for name in sent if name in held] if is_ours else []
-            if len(names) < len(sent):
-                logger.warning("%s: %d of %d tensors can be verified", url, len(names), len(sent))
-            compared += len(names)
-            different = [name for name in names if held[name] != sent[name]]
-            if different:
-                problems.append(
-                    f"{url} holds other values than version {version} for {len(different)} of {len(names)} tensors "
-                    f"(it had version {self._held_version}), such as {different[0]}: "
-                    f"sent {sent[different[0]]}, held {held[different[0]]}"
-                )
-        if problems:
-            raise WeightSyncError("\n".join(problems))
-        return compared
+    def _wait_for_answers(self) -> None:
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            try:
+                posted.result()  # bounded: every request is
+            except SlimeError as error:
+                self._failure = error
 
-    def _engine_dtype(self) -> torch.dtype | None:
-        """Dtype that every engine states to hold its weights in; None, which converts nothing, if they do not agree."""
-        found: set[torch.dtype | None] = set()
-        for _, info in self._to_all(api.SERVER_INFO, None):
-            name = cast("dict[str, Any]", info).get("dtype") if isinstance(info, dict) else None
-            found.add(_DTYPES.get(str(name)))
-        return found.pop() if len(found) == 1 else None
-
-    def _to_all(self, path: str, body: Mapping[str, Any] | None, query: str = "") -> list[tuple[str, Any]]:
-        """One request to every engine at the same time; (url, answer) pairs."""
-
-        def call(url: str) -> Any:
-            return request(url + path + query, body, timeout_seconds=self._timeout, waiter="the trainer")
-
-        return list(zip(self._urls, in_parallel(call, self._urls), strict=True))
-
-
-_CHECKSUM_DIGITS = 32
-
-
-def _cast(bucket: Bucket, dtype: torch.dtype | None) -> Bucket:
-    """Convert to the dtype the engines hold: half the bytes for bfloat16, and checksums that can be compared."""
-    if dtype is None:
-        return bucket
-    return [(name, tensor.to(held_dtype(name, dtype))) for name, tensor in bucket]
-
-
-@contextlib.contextmanager
-def _shared(piece: Bucket) -> Generator[tuple[str, Bucket]]:
-    """Copy tensors into one piece of shared memory; yields payload and shared views, frees the memory afterwards."""
-    offsets: list[int] = []
-    end = 0
-    for _, tensor in piece:
-        offsets.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    strategy = multiprocessing.get_sharing_strategy()
-    views: list[tuple[str, Tensor]] = []
-    # By file name: the default passes file descriptors, which works only between relatives of one process.
-    multiprocessing.set_sharing_strategy("file_system")
-    try:
-        flat = cast(Any, torch.empty(max(end, 1), dtype=torch.uint8)).share_memory_()
-        for (name, tensor), offset in zip(piece, offsets, strict=True):
-            views.append((name, flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)))
-            views[-1][1].copy_(tensor.detach())
-        del flat
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(views)
-        yield base64.b64encode(buffer.getvalue()).decode(), views
-    finally:
-        views.clear()  # free it now, also when an exception keeps the frames that know this list
-        multiprocessing.set_sharing_strategy(strategy)
+    def _free(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self.held_bytes -= buffer.nbytes
+            buffer.free(unread=self._failure is not None and not isinstance(self._failure, WeightSyncError))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Protocol
 
 from slime.config import Config
 from slime.errors import ConfigError
 from slime.weights.endpoint import EngineEndpoint
-from slime.weights.report import Bucket, SyncReport
-from slime.weights.transport import TensorUpdater
-
-Receivers = Literal["first", "all"]
-"""Who gets whole tensors: the first rank alone, or every rank."""
+from slime.weights.pause import pause_mode_for
+from slime.weights.report import Bucket, Receivers, SyncReport
+from slime.weights.streamed import StreamedUpdater, StreamSettings
+from slime.weights.verify import Verifiers
 
 
 class WeightUpdater(Protocol):
@@ -82,4 +82,19 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
         raise ConfigError("--update-weight-mode delta is not available in this version; use full")
     if weights.update_weight_transport == "disk":
         raise ConfigError("--update-weight-transport disk is not available in this version; leave it out")
-    return TensorUpdater(config, rank=place.rank)
+    assert config.hf is not None, "a training configuration has a checkpoint"
+    verifiers = Verifiers(
+        model=config.hf.config,
+        timeout_seconds=weights.weight_sync_timeout_seconds,
+        check_equal=weights.check_weight_update_equal,
+    )
+    is_cuda = config.cluster.device == "cuda"
+    settings = StreamSettings(
+        is_cuda=is_cuda,
+        shares_memory=weights.update_weight_transport != "broadcast" and (config.cluster.colocate or not is_cuda),
+        timeout_seconds=weights.weight_sync_timeout_seconds,
+        bucket_bytes=weights.update_weight_buffer_size,
+        pause_mode=partial(pause_mode_for, config),
+        verifier=verifiers.of,
+    )
+    return StreamedUpdater(settings, rank=place.rank, world_size=place.world_size)

@@ -271,6 +271,34 @@ class WeightVerifier:
         return dict(zip(urls, in_parallel(call, urls), strict=True))
 
 
+class Verifiers:
+    """Makes the verifier of a run's engines, anew whenever these change.
+
+    Args:
+        model: ``config.json`` of the model.
+        timeout_seconds: For each HTTP call.
+        check_equal: ``--check-weight-update-equal``: check every tensor every time, and at the first synchronisation of
+            the run compare with what the engines loaded; later the trainer has other weights than that.
+    """
+
+    def __init__(self, *, model: Mapping[str, Any], timeout_seconds: float, check_equal: bool) -> None:
+        self._model = model
+        self._timeout = timeout_seconds
+        self._check_equal = check_equal
+        self._is_first = True
+
+    def of(self, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
+        """The verifier of these engines."""
+        is_first, self._is_first = self._is_first, False
+        return WeightVerifier(
+            endpoints,
+            model=self._model,
+            timeout_seconds=self._timeout,
+            share=None if self._check_equal else CHECK_SHARE,
+            check_equal=self._check_equal and is_first,
+        )
+
+
 def _kind(endpoint: EngineEndpoint, info: Any, model: Mapping[str, Any]) -> EngineKind | str:
     if not isinstance(info, dict):
         return f"it answered {api.SERVER_INFO} with {info!r:.200}"

@@ -31,11 +31,13 @@ def engine_process(model_path: Path, *flags: str) -> Iterator[str]:
 
 @contextmanager
 def router_process(worker_urls: Sequence[str], policy: str = "round_robin") -> Iterator[str]:
-    """A real ``sglang_router`` in front of ``worker_urls``; yields its URL."""
+    """A real ``sglang_router`` in front of ``worker_urls``, which may be none yet; yields its URL."""
     port = free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     metrics = ["--prometheus-port", str(free_port())]
-    with _process([*command, "--policy", policy, *metrics, "--worker-urls", *worker_urls], port, "/readiness"):
+    workers = ["--worker-urls", *worker_urls] if worker_urls else []
+    ready = "/readiness" if worker_urls else "/liveness"
+    with _process([*command, "--policy", policy, *metrics, *workers], port, ready):
         url = f"http://127.0.0.1:{port}"
         _wait_for_workers(url, len(worker_urls))
         yield url

@@ -18,7 +18,7 @@ import numpy as np
 from aiohttp import web
 
 Fault = str | int
-"""An HTTP status to answer, or ``hang``, ``garbage``, ``reset``."""
+"""An HTTP status to answer, or a way to fail: see ``FakeEngine._fault``."""
 
 
 @dataclass
@@ -72,6 +72,7 @@ class FakeEngine:
         self.max_running = 0
         self.weight_version = "1"
         self.ignore_aborts = False
+        self.bare_aborts = False  # answer an abort without log-probs, as SGLang does for what waits in its queue
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._aborted = asyncio.Event()
@@ -88,15 +89,15 @@ class FakeEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
-    def switch(self, version: str) -> None:
-        """New weights: what generates now ends with its first token, as in an update that aborts."""
+    def switch(self, version: str, after_seconds: float = 0.0) -> None:
+        """New weights: what generates then ends with its first token, as in an update that aborts."""
 
         def change() -> None:
             self.weight_version = version
             self._aborted.set()
             self._aborted = asyncio.Event()
 
-        self._loop.call_soon_threadsafe(change)
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_seconds, change)
 
     async def until_running(self, count: int) -> None:
         """Wait until ``count`` generations run at the same time."""
@@ -166,6 +167,8 @@ class FakeEngine:
             "weight_version": version,
             "output_token_logprobs": [[-0.5 - i / 100, t, None] for i, t in enumerate(answer.token_ids)],
         }
+        if aborted and self.bare_aborts:
+            del meta["output_token_logprobs"]
         if self.sampling_masks and body.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = [[t, 7] for t in answer.token_ids]
             meta["output_token_sampling_logprobs"] = [-0.25 - i / 100 for i in range(len(answer.token_ids))]
@@ -189,6 +192,22 @@ class FakeEngine:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if fault == "half":
+            half = web.StreamResponse(headers={"Content-Length": "1000", "Content-Type": "application/json"})
+            await half.prepare(request)
+            await half.write(b'{"text": "half of an ans')
+            assert request.transport is not None
+            request.transport.close()
+            return half
+        if fault == "no meta":
+            return web.json_response({"text": "abc"})
+        if fault == "columns":
+            reason = {"type": "stop", "matched": "end"}
+            meta = {"finish_reason": reason, "output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, None]]}
+            return web.json_response({"text": "abc", "output_ids": [7], "meta_info": meta})
+        if fault == "unreachable":  # as a router says of an engine
+            headers = {"x-smg-error-code": "call_upstream_request_error"}
+            return web.json_response({"error": {"message": "unreachable"}}, status=500, headers=headers)
         assert fault == "hang", fault
         await asyncio.sleep(3600)
         return None

@@ -41,7 +41,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def make_tiny_model(
-    path: str | Path, family: Family = "llama", tokenizer: bool = True, seed: int = 0, **overrides: Any
+    path: str | Path,
+    family: Family = "llama",
+    tokenizer: bool = True,
+    seed: int = 0,
+    matrix_std: float | None = None,
+    **overrides: Any,
 ) -> Path:
     """Write a model directory of about 100,000 parameters.
 
@@ -56,6 +61,7 @@ def make_tiny_model(
             expert and a dense first layer; ``deepseek_v3`` has 4 groups of experts and takes 4 per token.
         tokenizer: Whether to write a tokenizer too.
         seed: Seed of the weights; the same seed and shape give the same bytes.
+        matrix_std: Standard deviation of every matrix; None keeps those that suit a tiny width.
         **overrides: Entries of ``config.json`` that replace the defaults, such as ``num_hidden_layers=4``,
             ``tie_word_embeddings=True``, ``rope_scaling={...}`` or ``torch_dtype="bfloat16"``; None removes an entry.
 
@@ -68,7 +74,11 @@ def make_tiny_model(
     (out / "config.json").write_text(json.dumps(config, indent=2))
     generation = {"eos_token_id": config.get("eos_token_id"), "pad_token_id": PAD_ID}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    save_file(tiny_weights(config, seed), out / "model.safetensors", metadata={"format": "pt"})
+    weights = tiny_weights(config, seed)
+    if matrix_std is not None:
+        for matrix in (weight for weight in weights.values() if weight.dim() == 2):
+            matrix.mul_(matrix_std / matrix.float().std())
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
         write_tiny_tokenizer(out)
     return out

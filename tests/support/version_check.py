@@ -1,4 +1,7 @@
-"""Recompute each token's log-prob with the weights of its version: the reference for updates while generating."""
+"""Change the weights of an engine, and recompute each token's log-prob with the weights of its version.
+
+The reference for updates while generating: whole sequences by transformers, without any cache.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from slime.engines.api import PauseMode
+from slime.http_control import request
 from slime.version_spans import VersionSpan
 
 
@@ -17,6 +22,20 @@ class LogProbs(Protocol):
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
         """``[n - 1]`` log-prob of each token but the first, given all before it."""
         ...
+
+
+def change_weights(engine: str, path: Path, version: str, mode: PauseMode) -> None:
+    """Load a model directory into a running engine, in the order in which the bracket of an update does it."""
+
+    def post(route: str, body: dict[str, Any]) -> Any:
+        return request(engine + route, body, timeout_seconds=60)
+
+    post("/pause_generation", {"mode": mode})
+    if mode != "in_place":
+        post("/flush_cache", {})  # SGLang asked to wait, by a timeout, would wait for the retracted requests to end
+    body = {"model_path": str(path), "weight_version": version, "flush_cache": mode != "in_place"}
+    assert post("/update_weights_from_disk", body)["success"]
+    post("/continue_generation", {"torch_empty_cache": False})
 
 
 def transformers_log_probs(model_path: Path) -> LogProbs:

@@ -23,6 +23,7 @@ from slime.errors import CheckpointError
 from slime.weights.families.family import EMBEDDING, OUTPUT_LAYER, VALUE_HEAD
 from slime.weights.fp8 import SCALE_SUFFIX, dequantize_blocks
 from slime.weights.hf_files import HfWriter, weight_files
+from slime.weights.report import Receivers
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -100,25 +101,28 @@ def load_hf(chunks: Sequence[MegatronModule], config: Config, path: str | Path) 
             tensor.data.copy_(part)
 
 
-def iter_hf_buckets(chunks: Sequence[MegatronModule], config: Config, bucket_bytes: int) -> Iterator[Bucket]:
+def iter_hf_buckets(
+    chunks: Sequence[MegatronModule], config: Config, bucket_bytes: int, receivers: Receivers = "first"
+) -> Iterator[Bucket]:
     """Whole tensors under their Hugging Face names, in buckets.
 
     Collective over the tensor-, expert- and pipeline-parallel ranks of every replica of the model; exhaust
-    it on all of them. Only global rank 0 gets tensors; elsewhere each bucket is empty. Tensors are CPU or
+    it on all of them. Global rank 0 or all of them get tensors; elsewhere each bucket is empty. Tensors are CPU or
     device tensors as the model's, and may be views of its parameters: use them before the next step.
 
     Args:
         chunks: This rank's chunks.
         config: The resolved configuration.
         bucket_bytes: A bucket is closed before a tensor that would exceed this; a larger tensor has its own.
+        receivers: Who gets tensors.
 
     Yields:
         ``[(name, tensor), ...]``; vocabulary padding is stripped and the tied output layer left out.
     """
     bucket: Bucket = []
     filled = 0
-    source = dist.get_rank() == 0
-    for name, tensor in gather_tensors(chunks, config):
+    source = receivers == "all" or dist.get_rank() == 0
+    for name, tensor in gather_tensors(chunks, config, receivers):
         size = tensor.numel() * tensor.element_size()
         if filled and filled + size > bucket_bytes:
             yield bucket

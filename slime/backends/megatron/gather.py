@@ -1,7 +1,7 @@
-"""Whole tensors of the model on one rank, collected from the shards of all.
+"""Whole tensors of the model on one rank, or on every rank, collected from the shards of all.
 
-Owns the journey of each tensor to global rank 0: from its pipeline stage to the first, an expert from
-the rank that holds it to the first of its expert-parallel group, then from the (expert-)tensor-parallel
+Owns the journey of each tensor to those who receive it: from its pipeline stage to the first or to all, an expert from
+the rank that holds it to the first of its expert-parallel group or to all, then from the (expert-)tensor-parallel
 shards to the whole. One tensor at a time, so that memory stays bounded. What happens to them is
 ``export``'s. Tests hold through ``export``.
 """
@@ -20,6 +20,7 @@ from slime.config import Config
 from slime.weights.families import Family
 from slime.weights.families.family import OUTPUT_LAYER, Place
 from slime.weights.ops import Op
+from slime.weights.report import Receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,16 @@ class _Part:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def gather_tensors(chunks: Sequence[MegatronModule], config: Config) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_tensors(
+    chunks: Sequence[MegatronModule], config: Config, receivers: Receivers = "first"
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the model under its Hugging Face name, in the order of stages and layers.
 
     Collective over the tensor-, expert- and pipeline-parallel ranks of every replica of the model. Real
-    tensors on global rank 0 (and some others), meta tensors of the same shapes elsewhere.
+    tensors on global rank 0 (and some others) or on all ranks, meta tensors of the same shapes elsewhere.
     """
+    to_all = receivers == "all"
+    bring = _to_all if to_all else _to_first
     family, shape = model_family(config), model_shape(config)
     tied = not config.megatron.untie_embeddings_and_output_weights
     local = {t.place.name: t.data for t in local_tensors(chunks, family) if not (tied and t.place.name == OUTPUT_LAYER)}
@@ -50,12 +55,12 @@ def gather_tensors(chunks: Sequence[MegatronModule], config: Config) -> Iterator
         for place, owner, part in _of_all_expert_ranks(stage_parts, family, experts):
             data = None
             if owner is None or owner == experts.rank():
-                data = _to_first(local.get(place.name), part, stage, stages)
-            if owner is not None and stages.rank() == 0:
-                data = _to_first(data, part, owner, experts)
+                data = bring(local.get(place.name), part, stage, stages)
+            if owner is not None and (to_all or stages.rank() == 0):
+                data = bring(data, part, owner, experts)
             op, group = place.rule.op, shard_group(place)
-            if stages.rank() == 0 and (owner is None or experts.rank() == 0):
-                assert data is not None, "the first rank has every tensor by now"
+            if to_all or (stages.rank() == 0 and (owner is None or experts.rank() == 0)):
+                assert data is not None, "a receiver has every tensor by now"
                 whole = _whole(op, data, group)
             else:
                 whole = op.gather([part.empty("meta")] * group.size())
@@ -95,6 +100,16 @@ def _to_first(data: torch.Tensor | None, part: _Part, owner: int, group: dist.Pr
         return data
     received = part.empty(torch.cuda.current_device())
     dist.recv(received, src=ranks[owner], group=group)
+    return received
+
+
+def _to_all(data: torch.Tensor | None, part: _Part, owner: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """A tensor that one rank of a group holds, brought to all of it."""
+    if group.size() == 1:
+        assert data is not None, f"{part.name} is on its owner"
+        return data
+    received = part.empty(torch.cuda.current_device()) if data is None or group.rank() != owner else data.contiguous()
+    dist.broadcast(received, src=dist.get_process_group_ranks(group)[owner], group=group)
     return received
 
 

@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from slime.backends.megatron.kept_tokens import KeptTokens, RestrictedSoftmax
 from slime.backends.megatron.vocab_chunks import row_statistics, softmax_gradient
+from slime.backends.megatron.vocab_kernels import VocabKernels, chosen_gradient
 from slime.backends.megatron.vocab_shard import VocabShard
 
 # Rows per chunk when none is asked for: temporaries stay in the cache of a CPU core, and on a GPU are
@@ -44,6 +45,7 @@ def score_tokens(
     with_entropy: bool = False,
     reuse_logits: bool = False,
     kept: KeptTokens | None = None,
+    kernels: VocabKernels | None = None,
 ) -> TokenScores:
     """Score chosen tokens. Collective over ``shard.group`` in the forward only.
 
@@ -59,6 +61,7 @@ def score_tokens(
         reuse_logits: Let the backward write the gradient over ``logits``; only when nothing else
             reads them and the backward runs once.
         kept: R sets of token ids to which the log-probs, not the entropy, are restricted.
+        kernels: Go over the logits by these instead of by chunks. They serve what is not ``kept``.
 
     Returns:
         The scores; every rank of the group gets the same.
@@ -73,7 +76,7 @@ def score_tokens(
         # An entry takes several indices, so fewer of them than elements of a chunk are in hand at once.
         entries = max(1, chunk_size * logits.size(1) // 16)
         restricted = RestrictedSoftmax(kept, rows, shard, scale=scale, entries_per_piece=entries)
-    options = _Options(shard, scale, chunk_size, with_entropy, reuse_logits, restricted)
+    options = _Options(shard, scale, chunk_size, with_entropy, reuse_logits, restricted, kernels)
     log_probs, entropy = _ScoreTokens.apply(logits, targets, rows, options)
     return TokenScores(log_probs=log_probs, entropy=entropy.index_select(0, rows) if with_entropy else None)
 
@@ -92,6 +95,7 @@ class _Options:
     with_entropy: bool
     reuse_logits: bool
     restricted: RestrictedSoftmax | None
+    kernels: VocabKernels | None
 
     @property
     def uses_whole_rows(self) -> bool:
@@ -140,22 +144,21 @@ class _ScoreTokens(torch.autograd.Function):
         logits, targets, rows, log_normaliser, entropy, restricted_normaliser = ctx.saved_tensors
         options: _Options = ctx.options
         shard, scale, restricted = options.shard, options.inverse_temperature, options.restricted
-        grad_logits = logits.detach() if options.reuse_logits else torch.empty_like(logits)
         # A loss may use only one of the two.
         used = log_normaliser.new_zeros(len(targets)) if grad_log_probs is None else grad_log_probs
         grad_log_probs = used.to(log_normaliser.dtype)
         whole = grad_log_probs if restricted is None else grad_log_probs.masked_fill(restricted.restricted, 0)
         row_totals = torch.zeros_like(log_normaliser).index_add_(0, rows, whole)
         column, held = shard.columns(targets)
-        chosen = _ByRow(rows, column, torch.where(held, grad_log_probs, torch.zeros_like(grad_log_probs)))
+        places, values = (rows, column), torch.where(held, grad_log_probs, torch.zeros_like(grad_log_probs))
+        of_entropy = None if grad_entropy is None else (entropy, grad_entropy)
+        if options.kernels is not None and restricted is None:
+            return _gradient_by_kernels(options, logits, places, values, log_normaliser, row_totals, of_entropy), *NONES
+        chosen = _ByRow(*places, values)
+        grad_logits = logits.detach() if options.reuse_logits else torch.empty_like(logits)
         valid = logits[:, : shard.num_valid]
         for span, grad in softmax_gradient(
-            valid,
-            log_normaliser,
-            row_totals,
-            None if grad_entropy is None else (entropy, grad_entropy),
-            scale=scale,
-            chunk=options.chunk,
+            valid, log_normaliser, row_totals, of_entropy, scale=scale, chunk=options.chunk
         ):
             if restricted is not None:
                 restricted.subtract_expectation(grad, valid[span], span.start, grad_log_probs, restricted_normaliser)
@@ -164,7 +167,34 @@ class _ScoreTokens(torch.autograd.Function):
             chosen.add_to(grad, span)
             grad_logits[span, : shard.num_valid] = grad.mul_(scale)
         grad_logits[:, shard.num_valid :] = 0
-        return grad_logits, None, None, None
+        return grad_logits, *NONES
+
+
+NONES = (None, None, None)
+"""Gradients of everything but the logits."""
+
+
+def _gradient_by_kernels(
+    options: _Options,
+    logits: Tensor,
+    places: tuple[Tensor, Tensor],
+    values: Tensor,
+    log_normaliser: Tensor,
+    row_totals: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """The gradient of the logits; the chosen ones are computed apart, before they are rounded."""
+    assert options.kernels is not None
+    scale, num_valid = options.inverse_temperature, options.shard.num_valid
+    grad_logits = logits.detach() if options.reuse_logits else logits.detach().clone()
+    if num_valid:
+        chosen = logits.detach()[places].to(log_normaliser.dtype) * scale
+        at_chosen = chosen_gradient(chosen, places, values, log_normaliser, row_totals, entropy)
+        valid = grad_logits[:, :num_valid]
+        options.kernels.gradient_in_place(valid, log_normaliser, row_totals, entropy, scale=scale)
+        valid[places] = (at_chosen * scale).to(valid.dtype)
+    grad_logits[:, num_valid:] = 0
+    return grad_logits
 
 
 class _ByRow:
@@ -195,8 +225,11 @@ def _row_statistics(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor, 
         peak = logits[:, : shard.num_valid].amax(dim=1).to(dtype) * scale
     if shard.group is not None:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
-    valid = logits[:, : shard.num_valid]
-    found = row_statistics(valid, peak, scale=scale, chunk=options.chunk, with_weighted=options.with_entropy)
+    valid, with_weighted = logits[:, : shard.num_valid], options.with_entropy
+    if options.kernels is not None:
+        found = options.kernels.row_statistics(valid, peak, scale=scale, with_weighted=with_weighted)
+    else:
+        found = row_statistics(valid, peak, scale=scale, chunk=options.chunk, with_weighted=with_weighted)
     sums = found.total[None] if found.weighted is None else torch.stack([found.total, found.weighted])
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)

@@ -28,7 +28,7 @@ from megatron.training.training import (
     wrap_model_chunks_with_ddp,
 )
 
-from slime.backends.megatron import optimizer_fixes
+from slime.backends.megatron import optimizer_fixes, rotary, update_kernels
 from slime.backends.megatron.args import namespace
 from slime.backends.megatron.attention import PackedRow
 from slime.backends.megatron.layers import block_spec, mark_experts, routers
@@ -171,6 +171,8 @@ def build_model(
         Chunks in half precision where the configuration says so, wrapped for data parallelism; call
         ``chunk(tokens, row, logit_index, fp32_output=False)`` when half precision is on.
     """
+    if parallel.device.type == "cuda":
+        rotary.install()
     args = namespace(config)
     tf_config = core_transformer_config_from_args(args)
     stages = range(parallel.vpp_size)
@@ -255,10 +257,10 @@ def _scale_rotary(model: PolicyModel, config: Config) -> None:
     scaling = config.hf.get("rope_scaling") if config.hf else None
     if not config.megatron["use_rope_scaling"] or not scaling:
         return
-    rotary = model.rotary_pos_emb
-    dim = 2 * rotary.inv_freq.numel()
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=rotary.inv_freq.device) / dim
-    rotary.inv_freq = rotary._apply_scaling(
+    embedding = model.rotary_pos_emb
+    dim = 2 * embedding.inv_freq.numel()
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=embedding.inv_freq.device) / dim
+    embedding.inv_freq = embedding._apply_scaling(
         1.0 / (config.megatron["rotary_base"] ** exponents),
         factor=scaling["factor"],
         low_freq_factor=scaling["low_freq_factor"],
@@ -307,6 +309,8 @@ def build_optimizer(
     """
     args = namespace(config)
     optimizer_fixes.apply()
+    if config.cluster.device == "cuda":
+        update_kernels.fuse_clipping()
     optimizer_config, overrides = get_megatron_optimizer_config(args)
     optimizer = get_megatron_optimizer(
         optimizer_config,

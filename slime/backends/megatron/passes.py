@@ -22,6 +22,7 @@ from slime.backends.megatron.kept_tokens import KeptTokens
 from slime.backends.megatron.logprobs import TokenScores, automatic_chunk, complete_over_context, score_tokens
 from slime.backends.megatron.parallel import ParallelState
 from slime.backends.megatron.routing_replay import RoutingReplay
+from slime.backends.megatron.vocab_kernels import VocabKernels
 from slime.backends.megatron.vocab_shard import VocabShard
 
 # Elements of logits and of the scores' buffers together that a recomputed head has at a time when nothing else
@@ -70,6 +71,7 @@ class ModelPasses:
         self.parallel = parallel
         self.routing = routing or RoutingReplay(chunks, parallel)
         self._settings = settings
+        self._kernels = VocabKernels(compiled=True) if parallel.device.type == "cuda" else None
         self._call_options: dict[str, Any] = {"fp32_output": False} if settings.half else {}
         self.on_progress: Callable[[str, int, int], None] | None = None
 
@@ -152,6 +154,7 @@ class ModelPasses:
             with_entropy=with_entropy,
             reuse_logits=reuse_logits,
             kept=micro_batch.kept,
+            kernels=self._kernels,
         )
         return self._complete(micro_batch, scores)
 
@@ -210,6 +213,7 @@ class ModelPasses:
                 with_entropy=with_entropy,
                 reuse_logits=True,
                 kept=kept,
+                kernels=self._kernels,
             )
             return torch.stack([found.log_probs] if found.entropy is None else [found.log_probs, found.entropy])
 

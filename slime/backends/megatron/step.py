@@ -25,6 +25,7 @@ from slime.backends.megatron.objective_metrics import reduce_objectives
 from slime.backends.megatron.passes import ModelPasses
 from slime.backends.megatron.rollout_columns import Column
 from slime.backends.megatron.skip_guard import Skip, gradient_skip, loss_skip
+from slime.backends.megatron.update_kernels import fuse_updates
 
 MAX_NLL = 700.0
 """Above, the perplexity is no float any more."""
@@ -90,6 +91,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._parts = list(optimizer.chained_optimizers)
+        if passes.parallel.device.type == "cuda":
+            fuse_updates(optimizer)
         prepare_schedule(passes.chunks, optimizer)
 
     def run(self, context: LossContext, micro_batches: Sequence[MicroBatch], denominators: Denominators) -> StepResult:

@@ -2,10 +2,12 @@
 
 A piece is a run of queries of one segment with all keys it may see: those of its prefixes, then its own
 up to its last query. Flash attention aligns its causal mask at the end of the keys, which is what a
-piece needs. Tests (on a GPU) hold: output and gradients agree with SDPA under the full mask.
+piece needs, and lets query heads share keys. Tests (on a GPU) hold: output and gradients agree with SDPA
+under the full mask.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +68,9 @@ class VarlenPlan:
         assert not dropout, "variable-length attention has no dropout"
         if self.keys is not None:
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
-        if query.size(1) != key.size(1):
-            repeats = query.size(1) // key.size(1)
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         picked = query if self.queries is None else query.index_select(0, self.queries)
         width = max(query.size(-1), value.size(-1))
-        picked, key, padded = (F.pad(x, (0, width - x.size(-1))) for x in (picked, key, value))
+        picked, key, padded = (_widened(x, width) for x in (picked, key, value))
         output = varlen_attn(
             picked,
             key,
@@ -82,10 +81,21 @@ class VarlenPlan:
             self.max_keys,
             scale=scale,
             window_size=(-1, 0),
+            **_grouped(varlen_attn),
         )[..., : value.size(-1)]
         if self.queries is None:
             return output
         return output.new_zeros(query.size(0), *output.shape[1:]).index_copy(0, self.queries, output)
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros behind each head; padding by nothing would copy."""
+    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
+
+
+def _grouped(varlen_attn: Callable[..., torch.Tensor]) -> dict[str, bool]:
+    """What lets several query heads share keys: later versions of torch want it said, earlier ones just do it."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _pieces(layout: PackedLayout, index: torch.Tensor) -> Iterator[Piece]:

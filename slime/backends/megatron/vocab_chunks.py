@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Times a probability of 0 it gives 0, which minus infinity does not.
-_LOWEST = -1e30
+LOWEST = -1e30
+"""Times a probability of 0 it gives 0, which minus infinity does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def row_statistics(logits: Tensor, peak: Tensor, *, scale: float, chunk: int, wi
         torch.exp(z, out=e)
         torch.sum(e, dim=1, out=total[span])
         if weighted is not None:
-            torch.sum(e.mul_(z.clamp_(min=_LOWEST)), dim=1, out=weighted[span])
+            torch.sum(e.mul_(z.clamp_(min=LOWEST)), dim=1, out=weighted[span])
     return RowStatistics(total=total, weighted=weighted)
 
 
@@ -121,5 +121,5 @@ def softmax_gradient(
             yield span, p.mul_(-row_totals[span, None])
             continue
         value, gradient = entropy[0][span, None], entropy[1][span, None]
-        slope = z.clamp_(min=_LOWEST).add_(value).mul_(gradient).add_(row_totals[span, None])
+        slope = z.clamp_(min=LOWEST).add_(value).mul_(gradient).add_(row_totals[span, None])
         yield span, slope.mul_(p).neg_()

@@ -224,7 +224,8 @@ class MegatronWorker:
         version = self.weight_version + self._weights_changed
         metrics: dict[str, float] = {}
         if self._has_engines and self._updater is not None:
-            buckets = iter_hf_buckets(self.chunks, self.config, self.config.weights.update_weight_buffer_size)
+            size, receivers = self.config.weights.update_weight_buffer_size, self._updater.receivers
+            buckets = iter_hf_buckets(self.chunks, self.config, size, receivers)
             report = self._updater.update(buckets, str(version))
             if self.parallel.rank == 0:
                 metrics["perf/update_weights_time"] = report.seconds

@@ -25,6 +25,7 @@ from slime.config.rules.model import resolve_model
 from slime.config.rules.objective import check_objective
 from slime.config.rules.outputs import resolve_outputs
 from slime.config.rules.placement import resolve_placement
+from slime.config.rules.recovery import check_recovery
 from slime.config.rules.sampling import check_sampling
 from slime.config.rules.supervised import resolve_supervised
 
@@ -43,6 +44,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     check_corrections,
     check_distillation,
     resolve_engines,
+    check_recovery,
     resolve_evaluation,
     check_sampling,
     check_idle,

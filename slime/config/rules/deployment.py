@@ -99,12 +99,28 @@ def _check_model(draft: Draft, model: ModelDeployment) -> None:
                 f"{where}: its router sends requests to prefill and decode engines only, so a regular group would "
                 "stay idle; list it as a model of its own"
             )
+        _check_replay(draft, where)
     elif "encoder" in types and "regular" not in types:
         draft.problems.append(f"{where}: an encoder group needs prefill or regular engines that use it")
     elif "regular" not in types:
         draft.problems.append(f"{where}: it has placeholders only, so nothing could answer; add a regular group")
     for group in model.server_groups:
         _check_group(draft, where, group)
+
+
+def _check_replay(draft: Draft, where: str) -> None:
+    """Requests for what the engine chose go past the router, and only a regular engine serves such a request."""
+    rollout = draft.rollout
+    needs = "--use-rollout-routing-replay" if draft.algorithm.use_rollout_routing_replay else None
+    if rollout.rollout_top_p != 1.0:
+        needs = f"--rollout-top-p {rollout.rollout_top_p:g}"
+    elif rollout.rollout_top_k > 0:
+        needs = f"--rollout-top-k {rollout.rollout_top_k}"
+    if needs is not None:
+        draft.problems.append(
+            f"{where}: {needs} asks engines for more than the router passes on, which takes engines that prefill and "
+            "decode; use regular groups"
+        )
 
 
 def _check_group(draft: Draft, where: str, group: ServerGroup) -> None:

@@ -14,7 +14,7 @@ def resolve_engines(draft: Draft) -> None:
     if engine.rollout_backend == "auto":
         wants_sglang = draft.cluster.device == "cuda" and draft.surroundings.sglang_installed
         draft.engine = replace(engine, rollout_backend="sglang" if wants_sglang else "embedded")
-    elif engine.rollout_backend == "sglang" and not draft.surroundings.sglang_installed:
+    elif engine.rollout_backend == "sglang" and not draft.surroundings.sglang_installed and not draft.external_engines:
         draft.problems.append(
             "--rollout-backend sglang: the package sglang is not installed in this environment; install it as "
             "docs/engines.md says, or use embedded"

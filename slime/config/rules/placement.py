@@ -24,6 +24,7 @@ def resolve_placement(draft: Draft) -> None:
         _actor_and_rollout(draft)
     _offload(draft)
     _check_counts(draft)
+    _check_carrier(draft)
     _say_what_runs(draft)
 
 
@@ -149,6 +150,18 @@ def _check_counts(draft: Draft) -> None:
             f"this run needs {needed} GPUs (--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}, "
             f"--rollout-num-gpus {rollout}), this machine has {available}; lower them"
             + ("" if cluster.colocate else ", or share GPUs with --colocate")
+        )
+
+
+def _check_carrier(draft: Draft) -> None:
+    if (
+        draft.cluster.device == "cuda"
+        and draft.cluster.colocate
+        and draft.weights.update_weight_transport == "broadcast"
+    ):
+        draft.problems.append(
+            "--update-weight-transport broadcast with --colocate: a trainer and an engine on the same GPU cannot be in "
+            "one NCCL group; use nccl, which lets such engines read the trainer's memory"
         )
 
 

@@ -46,11 +46,17 @@ class ClusterConfig(Section):
         "nccl", choices=("nccl", "gloo"), doc="Process group backend of the trainer; gloo wherever --device is cpu."
     )
     distributed_timeout_minutes: int = flag(10, at_least=1, doc="Bound on every collective of the trainer.")
-    use_fault_tolerance: bool = flag(False, doc="Check engines regularly and replace one that stopped answering.")
+    use_fault_tolerance: bool = flag(
+        False, doc="Replace engines and routers that die, freeze or answer nonsense, and issue their requests again."
+    )
     rollout_health_check_interval: float = flag(30.0, above=0, doc="Seconds between two checks of an engine.")
-    rollout_health_check_timeout: float = flag(30.0, above=0, doc="Seconds an engine has to answer a check.")
+    rollout_health_check_timeout: float = flag(
+        30.0,
+        above=0,
+        doc="Seconds an engine has to answer a check; two failures in a row count. SGLang needs one at least.",
+    )
     rollout_health_check_first_wait: float = flag(
-        0.0, at_least=0, doc="Seconds after an engine started or woke before its first check."
+        0.0, at_least=0, doc="Seconds after engines started, woke or got weights before the first check."
     )
     cluster_start_timeout_seconds: float = flag(
         300.0, above=0, doc="Bound on starting Ray and getting the requested resources."

@@ -13,8 +13,11 @@ class WeightsConfig(Section):
     """Weight synchronisation."""
 
     update_weight_mode: Literal["full", "delta"] = flag("full", doc="Send all weights or only what changed.")
-    update_weight_transport: Literal["nccl", "disk"] = flag(
-        "nccl", doc="Carrier of a full synchronisation; on one machine without CUDA, shared memory is used."
+    update_weight_transport: Literal["nccl", "broadcast", "disk"] = flag(
+        "nccl",
+        doc="Carrier of a full synchronisation. nccl: engines that share memory with the trainer (--colocate; on a CPU "
+        "those of the same machine) read it there, the others get an NCCL broadcast. broadcast: a process group in any "
+        "case, over gloo on a CPU.",
     )
     update_weight_disk_dir: str | None = flag(None, doc="Shared directory of the disk transport.")
     update_weight_disk_keep_files: bool = flag(False, doc="Keep published versions on disk.")
@@ -43,6 +46,9 @@ class WeightsConfig(Section):
         "have tokens of several weights.",
     )
     check_weight_update_equal: bool = flag(
-        False, doc="Engines snapshot, reset, then compare all weights at the first synchronisation."
+        False,
+        doc="Show that updates reach every tensor: at the first synchronisation engines forget what they loaded and "
+        "must get the same back, at every later one all tensors are verified by checksum, not a part of them in turn. "
+        "Only for runs that start from --hf-checkpoint.",
     )
     weight_sync_timeout_seconds: float = flag(600.0, above=0, doc="Bound on one synchronisation of all engines.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,9 +20,9 @@ from slime.engines import api
 from slime.engines.api import RequestError, parse_message
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.http_json import json_reply, read_json
-from slime.engines.embedded.payload import read_shared_tensors
+from slime.engines.embedded.payload import flat_tensors, read_shared_tensors
 from slime.engines.embedded.shape import DTYPES
-from slime.errors import SlimeError, WaitTimeoutError
+from slime.errors import EngineError, SlimeError, WaitTimeoutError
 from slime.weights.groups import join_group, leave_group
 
 _CALL_TIMEOUT_SECONDS = 600.0
@@ -132,7 +134,7 @@ class Control:
 
         def update() -> str:
             self._engine.require_update()
-            tensors = read_shared_tensors(message.serialized_named_tensors)
+            tensors = read_shared_tensors(message.serialized_named_tensors, message.load_format)
             count = len(tensors)
             try:
                 self._write(tensors, message)
@@ -184,19 +186,14 @@ class Control:
 
         def update() -> str:
             weights, device = self._engine.model.weights, self._engine.model.device
-            problem: RequestError | None = None
-            tensors: list[tuple[str, Tensor]] = []
-            for name, shape, dtype in zip(message.names, message.shapes, dtypes, strict=True):
-                # Received even if it does not fit: the trainer is in the broadcast already and would hang.
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-                dist.broadcast(tensor, src=0, group=group)
-                tensors.append((name, tensor))
-                try:
-                    weights.check(name, shape, dtype)
-                except RequestError as error:
-                    problem = problem or error
-            if problem is not None:
-                raise problem
+            layout = list(zip(message.names, message.shapes, dtypes, strict=True))
+            # Received even if it does not fit: the trainer is in the broadcast already and would hang.
+            try:
+                tensors = _receive(layout, group, device, is_flat=message.load_format is not None)
+            except RuntimeError as error:
+                raise EngineError(f"group {message.group_name!r} broke off: {error}") from error
+            for name, shape, dtype in layout:
+                weights.check(name, shape, dtype)
             self._write(tensors, message)
             return f"{len(tensors)} tensors updated"
 
@@ -286,3 +283,19 @@ def _dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise RequestError(f"dtypes has {name!r}; accepted: {', '.join(DTYPES)}")
     return dtype
+
+
+def _receive(
+    layout: Sequence[tuple[str, list[int], torch.dtype]], group: ProcessGroup, device: torch.device, *, is_flat: bool
+) -> list[tuple[str, Tensor]]:
+    """Tensors that the trainer broadcasts: one by one, or as the bytes of all."""
+    if not is_flat:
+        tensors = [(name, torch.empty(shape, dtype=dtype, device=device)) for name, shape, dtype in layout]
+        for _, tensor in tensors:
+            dist.broadcast(tensor, src=0, group=group)
+        return tensors
+    sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in layout]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    dist.broadcast(flat, src=0, group=group)
+    starts = itertools.accumulate(sizes, initial=0)
+    return flat_tensors(flat, [(*row, start) for row, start in zip(layout, starts, strict=False)])

@@ -12,6 +12,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine-worker", daemon=True)
         self._stopping = False
         self.paused: PauseMode | None = None
+        self._paused_at = 0.0
         self.released: set[str] = set()
         self.is_updating = False
         self.failure: Exception | None = None
@@ -129,9 +131,11 @@ class Engine:
     # The following run on the worker thread, through ``call``.
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; end, put back or keep what is running."""
+        """Stop stepping; end, put back or keep what is running. What comes during a pause waits for its end."""
+        if self.paused is None:
+            self._paused_at = time.monotonic()
         if mode == "abort":
-            self.scheduler.abort(lambda _: True, "Aborted by pause_generation")
+            self.scheduler.abort(lambda r: r.created <= self._paused_at, "Aborted by pause_generation")
         elif mode == "retract":
             self.scheduler.retract()
         self.paused = mode

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +17,11 @@ import torch
 
 from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
 from slime.weights.checksum import tensor_checksum
-from slime.weights.transport import TensorTransport
 from tests.integration.engines.conftest import post
 from tests.support.engine_process import engine_process
 from tests.support.gloo import free_port
 from tests.support.tiny_models import tiny_weights
+from tests.support.weight_updates import as_bucket, endpoints_of, listening_process, shared_memory_files, updater_of
 
 BODY = {"input_ids": list(range(30)), "sampling_params": {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}}
 
@@ -34,51 +36,68 @@ def engines(model_path: Path) -> Iterator[list[str]]:
         yield [a, b]
 
 
+@pytest.fixture(scope="module")
+def bf16_engine(model_path: Path) -> Iterator[str]:
+    with engine_process(model_path, "--skip-tokenizer-init", "--dtype", "bfloat16") as url:
+        yield url
+
+
 def weights_of(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
     return tiny_weights(json.loads((model_path / "config.json").read_text()), seed)
-
-
-def shared_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
 
 def held(url: str) -> dict[str, str]:
     return post(url, "/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
 
 
-def test_every_engine_holds_what_was_sent(engines: list[str], model_path: Path) -> None:
-    files = shared_files()
-    for seed, pieces in ((11, 10_000), (12, 10**9)):
+@pytest.mark.parametrize("carrier", ["tensor", "broadcast"])
+def test_every_engine_holds_what_was_sent(engines: list[str], model_path: Path, carrier: str) -> None:
+    files = shared_memory_files()
+    for seed, pieces in ((11, 20_000), (12, 10**9)):
         weights = weights_of(model_path, seed)
-        transport = TensorTransport(engines, timeout_seconds=60, bucket_bytes=pieces)
-        items = list(weights.items())
-        report = transport.update(iter([items[:7], items[7:]]), version=str(seed))
+        with updater_of(engines, carrier=carrier, bucket_bytes=pieces, model=model_path) as updater:
+            items = list(weights.items())
+            report = updater.update(iter([items[:7], items[7:]]), version=str(seed))
         assert report.tensors == len(weights)
         assert report.verified == 2 * len(weights)
         assert report.bytes == sum(t.nbytes for t in weights.values())
-        assert shared_files() == files
+        largest = max(t.nbytes for t in weights.values())
+        assert largest < report.metrics["perf/update_weights_buffer_bytes"] <= max(pieces, 2 * largest)
+        assert shared_memory_files() <= files
         for url in engines:
             assert held(url) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
             assert post(url, "/generate", BODY)["meta_info"]["weight_version"] == str(seed)
 
 
-def test_tensors_are_converted_to_the_engines_dtype(model_path: Path) -> None:
-    weights = weights_of(model_path, 13)
-    with engine_process(model_path, "--skip-tokenizer-init", "--dtype", "bfloat16") as url:
-        report = TensorTransport([url], timeout_seconds=60, bucket_bytes=10**9).update([list(weights.items())], "1")
-        assert report.bytes == sum(t.nbytes for t in weights.values()) // 2
-        assert held(url) == {name: tensor_checksum(tensor.bfloat16()) for name, tensor in weights.items()}
+@pytest.mark.parametrize("carrier", ["tensor", "broadcast"])
+def test_tensors_are_converted_to_the_engines_dtype(bf16_engine: str, model_path: Path, carrier: str) -> None:
+    weights = weights_of(model_path, 13 + len(carrier))
+    with updater_of([bf16_engine], carrier=carrier) as updater:
+        report = updater.update([as_bucket(weights)], "1")
+    assert report.bytes == sum(t.nbytes for t in weights.values()) // 2
+    assert held(bf16_engine) == {name: tensor_checksum(tensor.bfloat16()) for name, tensor in weights.items()}
+
+
+def test_another_set_of_engines_gets_a_group_of_its_own(engines: list[str], model_path: Path) -> None:
+    with updater_of(engines, carrier="broadcast") as updater:
+        updater.update([as_bucket(weights_of(model_path, 31))], "31")
+        updater.connect(endpoints_of(engines[1:]))
+        updater.update([as_bucket(weights_of(model_path, 32))], "32")
+    versions = [post(url, "/generate", BODY)["meta_info"]["weight_version"] for url in engines]
+    assert versions == ["31", "32"]
+    for url in engines:
+        reply = post(url, "/destroy_weights_update_group", {"group_name": "slime"}, expect=400)
+        assert "no group" in reply["message"]
 
 
 def test_running_requests_are_computed_on_with_the_new_weights(engines: list[str], model_path: Path) -> None:
-    transport = TensorTransport(engines[:1], timeout_seconds=60, bucket_bytes=10**9)
-    transport.update([list(weights_of(model_path, 14).items())], "14")
-    body = BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 1200, "ignore_eos": True}}
-    with ThreadPoolExecutor(1) as pool:
+    with updater_of(engines[:1]) as updater, ThreadPoolExecutor(1) as pool:
+        updater.update([as_bucket(weights_of(model_path, 14))], "14")
+        body = BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 1200, "ignore_eos": True}}
         running = pool.submit(post, engines[0], "/generate", body)
         while not post(engines[0], "/get_load", method="GET")[0]["num_running_reqs"]:
             pass
-        transport.update([list(weights_of(model_path, 15).items())], "15")
+        updater.update([as_bucket(weights_of(model_path, 15))], "15")
         meta = running.result(60)["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == ["14", "15"]
     assert meta["num_retractions"] == 1
@@ -87,49 +106,78 @@ def test_running_requests_are_computed_on_with_the_new_weights(engines: list[str
 def test_an_engine_that_kept_old_values_is_reported(
     engines: list[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport = TensorTransport(engines, timeout_seconds=60, bucket_bytes=10**9)
-    transport.update([list(weights_of(model_path, 16).items())], "16")
     weights = weights_of(model_path, 17)
     name = "model.layers.1.self_attn.k_norm.weight"
-    compare = transport._compare
+    with updater_of(engines, model=model_path) as updater:
+        updater.update([as_bucket(weights_of(model_path, 16))], "16")
+        verifier = updater._verifier
+        assert verifier is not None
+        check = verifier.check
 
-    def overwrite_first(sent: Any, version: str) -> int:
-        stale = TensorTransport(engines[1:], timeout_seconds=60, bucket_bytes=10**9, verify=False)
-        stale.update([[(name, torch.zeros(32))]], "stale")
-        return compare(sent, version)
+        def overwrite_first(version: str, *, send_seconds: float) -> Any:
+            with updater_of(engines[1:]) as other:
+                other.update([[(name, torch.zeros(32))]], "stale")
+            return check(version, send_seconds=send_seconds)
 
-    monkeypatch.setattr(transport, "_compare", overwrite_first)
-    with pytest.raises(WeightSyncError, match=rf"{engines[1]} holds other values than version 17 for 1 of 25.*{name}"):
-        transport.update([list(weights.items())], "17")
+        monkeypatch.setattr(verifier, "check", overwrite_first)
+        with pytest.raises(WeightSyncError, match=rf"(?s)engine 1.*{name}"):
+            updater.update([as_bucket(weights)], "17")
 
 
-def test_a_tensor_that_does_not_fit_is_named_and_the_engine_lives_on(engines: list[str], model_path: Path) -> None:
-    transport = TensorTransport(engines, timeout_seconds=60, bucket_bytes=10**9)
-    files = shared_files()
-    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight comes with shape \[3\]; the model has \[64\]"):
-        transport.update([[("model.norm.weight", torch.zeros(3))]], "bad")
-    assert shared_files() == files
-    assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
-    transport.update([list(weights_of(model_path, 18).items())], "18")
+@pytest.mark.parametrize("carrier", ["tensor", "broadcast"])
+def test_a_tensor_that_does_not_fit_is_named_and_the_engine_lives_on(
+    engines: list[str], model_path: Path, carrier: str
+) -> None:
+    files = shared_memory_files()
+    with updater_of(engines, carrier=carrier) as updater:
+        with pytest.raises(
+            WeightSyncError, match=r"engine \d: .*model\.norm\.weight comes with shape \[3\]; the model has \[64\]"
+        ):
+            updater.update([[("model.norm.weight", torch.zeros(3))]], "bad")
+        assert shared_memory_files() <= files
+        assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
+        updater.update([as_bucket(weights_of(model_path, 18))], "18")
 
 
 def test_engines_that_are_not_there() -> None:
-    transport = TensorTransport([f"http://127.0.0.1:{free_port()}"], timeout_seconds=5, bucket_bytes=1)
-    with pytest.raises(EngineError, match="cannot be reached"):
-        transport.update([], "1")
-    with pytest.raises(EngineError, match="no engine"):
-        TensorTransport([], timeout_seconds=5, bucket_bytes=1)
+    with (
+        pytest.raises(EngineError, match=r"engine 0: .*cannot be reached"),
+        updater_of([f"http://127.0.0.1:{free_port()}"]),
+    ):
+        pass
 
 
-def test_a_silent_engine_costs_the_stated_time() -> None:
-    import socket
+@pytest.mark.parametrize("carrier", ["tensor", "broadcast"])
+def test_a_frozen_engine_is_named_in_time_and_the_others_go_on(
+    engines: list[str], model_path: Path, carrier: str
+) -> None:
+    """A bucket larger than the buffers of a socket, so that the broadcast cannot end without the engine."""
+    files = shared_memory_files()
+    frozen = listening_process(engines[1])
+    large = [("model.embed_tokens.weight", torch.zeros(264, 64))] * 60
+    with updater_of(engines, carrier=carrier, timeout_seconds=4) as updater:
 
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(WaitTimeoutError, match=r"waited 1 s for .*server_info"):
-            TensorTransport([url], timeout_seconds=1, bucket_bytes=1).update([], "1")
+        def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+            os.kill(frozen, signal.SIGSTOP)
+            yield large
+
+        started = time.monotonic()
+        try:
+            with pytest.raises(
+                WaitTimeoutError, match=rf"^engine 1: the trainer waited \d s for {engines[1]}/update_w"
+            ):
+                updater.update(buckets(), "33")
+            assert time.monotonic() - started < 4
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
+    assert shared_memory_files() <= files
+    weights = weights_of(model_path, 34)
+    with updater_of(engines, carrier=carrier) as updater:  # the one that wakes can be updated as the others
+        updater.update([as_bucket(weights)], "34")
+    for url in engines:
+        assert held(url) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+        assert post(url, "/generate", BODY)["meta_info"]["weight_version"] == "34"
 
 
 TRAINER = """
@@ -137,6 +185,7 @@ import json, sys
 import torch, torch.distributed as dist
 from slime.weights.groups import join_group, leave_group
 from tests.support.tiny_models import tiny_weights
+from tests.support.weight_updates import as_bucket, endpoints_of, listening_process, shared_memory_files, updater_of
 port, config, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 group = join_group(master_address="127.0.0.1", master_port=port, rank=0, world_size=3, name="g", backend="gloo",
                    timeout_seconds=60)

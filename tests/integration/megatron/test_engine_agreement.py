@@ -95,7 +95,8 @@ def test_log_probs_agree_and_weights_arrive(tmp_path: Path, family: Family, argv
     # With this epsilon a gradient of nothing but rounding moves no weight, so that layouts train alike.
     schedule = ("--lr", "1e-2", "--lr-decay-style", "constant", "--adam-eps", "1e-3")
     data = {"global_batch_size": len(PROMPTS) * GROUP, "micro_batch_size": 4}
-    config = make_config(model_dir, (*schedule, *argv), num_processes=processes, data=data)
+    weights = {"check_weight_update_equal": True}
+    config = make_config(model_dir, (*schedule, *argv), num_processes=processes, data=data, weights=weights)
     with engine_process(model_dir) as url:
         batch, _ = generate(url, 0)
         metrics, sync, version, checksums = run_ranks(
@@ -108,6 +109,8 @@ def test_log_probs_agree_and_weights_arrive(tmp_path: Path, family: Family, argv
     assert version == 2
     assert versions == {"2"}
     assert sync["perf/update_weights_time"] > 0
+    assert sync["perf/update_weights_verified"] == len(checksums)
+    assert sync["perf/update_weights_deferred"] == sync["perf/update_weights_unverified"] == 0
     assert held == checksums
     # The engine now samples from the trained weights: training the same first step again must agree with it.
     with running_worker(make_config(model_dir, schedule, data=data)) as worker:

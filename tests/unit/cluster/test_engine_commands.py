@@ -1,11 +1,15 @@
+import argparse
 import dataclasses
 import sys
 
+import pytest
+
 from slime.cluster.engine_commands import EngineProcessSetting, engine_command, flags_of
-from slime.cluster.router import router_values
+from slime.cluster.router import router_arguments, router_values
 from slime.config import ClusterConfig, Config, EngineConfig, RolloutConfig, TrainConfig
 from slime.config.deployment import ModelDeployment, ServerGroup
 from slime.config.engine_plan import plan_engines
+from slime.errors import ConfigError
 
 
 def make_config(**sections):
@@ -124,3 +128,31 @@ def test_router_defaults_and_the_users_policy():
     assert values["request_timeout_secs"] == 14400
     chosen = router_values(make_config(router={"policy": "cache_aware"}), host="h", port=1, prometheus_port=2)
     assert chosen["policy"] == "cache_aware"
+
+
+def test_router_arguments_that_are_written_otherwise_than_its_api_takes_them():
+    known = {"policy", "control_plane_api_keys", "jwt_role_mapping"}
+    values = {"policy": "manual", "control_plane_api_keys": ["1:ops:admin:se:cret"], "jwt_role_mapping": ["A=admin"]}
+    found = router_arguments(values, known)
+    assert found["control_plane_api_keys"] == [("1", "ops", "se:cret", "admin")]
+    assert found["jwt_role_mapping"] == {"A": "admin"}
+    with pytest.raises(ConfigError, match="write id:name:role:key"):
+        router_arguments({"control_plane_api_keys": ["1:ops"]}, known)
+
+
+def test_an_older_router_lacks_a_preset_but_not_what_the_user_gave():
+    assert router_arguments({"balance_abs_threshold": 1, "policy": "manual"}, {"policy"}) == {"policy": "manual"}
+    with pytest.raises(ConfigError, match="has no --router-queue-size"):
+        router_arguments({"queue_size": 1}, {"policy"})
+
+
+def test_the_installed_router_reads_keys_and_roles_as_its_own_command_line_does():
+    router_args = pytest.importorskip("sglang_router.router_args")
+    parser = argparse.ArgumentParser()
+    router_args.RouterArgs.add_cli_args(parser)
+    given = ["--control-plane-api-keys", "1:ops:admin:secret", "--jwt-role-mapping", "A=admin", "B=user"]
+    theirs = router_args.RouterArgs.from_cli_args(parser.parse_args(given))
+    values = {"control_plane_api_keys": ["1:ops:admin:secret"], "jwt_role_mapping": ["A=admin", "B=user"]}
+    ours = router_arguments(values, router_args.RouterArgs.__dataclass_fields__)
+    assert ours["control_plane_api_keys"] == theirs.control_plane_api_keys
+    assert ours["jwt_role_mapping"] == theirs.jwt_role_mapping

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,3 +42,15 @@ def test_engines_started_together_get_different_ports():
     assert not sets[0] & sets[1]
     assert len(sets[0]) == sum(widths)
     assert searched == [15000, max(sets[0]) + 1, 15000]  # other nodes have ports of their own
+
+
+def test_servers_that_start_at_the_same_time_get_different_ports():
+    book = PortBook(range(15000, 15001))
+
+    def search(start: int) -> list[int]:
+        time.sleep(0.01)  # as long as it takes to ask the node
+        return [start]
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: book.take("node", (1,), search)[0], range(8)))
+    assert sorted(taken) == list(range(15000, 15008))

@@ -222,6 +222,13 @@ def test_prefill_servers_are_cut_from_the_rollout_gpus(run: Run, problems: Probl
     assert "no prefill form" in problems("--rollout-num-gpus 2 --prefill-num-servers 1")[0]
 
 
+def test_prefill_and_decode_engines_cannot_serve_what_goes_past_the_router(
+    problems: Problems, many_gpus: Surroundings
+) -> None:
+    flags = "--rollout-backend sglang --rollout-num-gpus 2 --prefill-num-servers 1 --rollout-top-p 0.9"
+    assert "--rollout-top-p 0.9 asks engines for more" in problems(flags, surroundings=many_gpus)[0]
+
+
 def test_one_way_to_say_it(problems: Problems, write: Write) -> None:
     path = write("sglang: [{name: a, server_groups: [{num_gpus: 1}]}]")
     both = problems(f"--sglang-config {path} --prefill-num-servers 1")

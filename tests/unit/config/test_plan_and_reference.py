@@ -22,7 +22,12 @@ def test_plan_names_processes_batches_and_notices(run: Run, cuda: Surroundings) 
     assert "engine 1: sglang, GPU 5" in text
     assert "4 prompts x 8 samples = 32 samples per rollout = 1 optimizer step(s) x 32" in text
     assert "32 parameters" in text
+    assert "page-locked" not in text
+    shared = plan_text(run("--colocate --rollout-num-gpus 2 --bf16", surroundings=cuda))
+    # 32 parameters: bf16 weights, and on each of two ranks half of the fp32 weights and moments
+    assert "of it in host memory while the engines generate: 0.2 KiB, page-locked" in shared
     text = plan_text(run("--colocate --rollout-num-gpus 2"))
+    assert "page-locked" not in text
     assert "engine 0: embedded, CPU process 0" in text
     assert "colocated" in text
 

@@ -37,6 +37,15 @@ def test_device_and_precision(run: Run, flags: str, gpus: int, device: str, prec
     assert config.cluster.distributed_backend == backend
 
 
+def test_a_broadcast_to_the_trainers_own_gpu_is_refused(run: Run, problems: Problems) -> None:
+    gpu = Surroundings(num_cuda_devices=8)
+    found = problems("--colocate --update-weight-transport broadcast", surroundings=gpu)
+    assert "cannot be in one NCCL group" in found[0]
+    for flags in ("--update-weight-transport broadcast --actor-num-gpus-per-node 4", "--colocate"):
+        assert run(flags, surroundings=gpu).cluster.device == "cuda"
+    assert run("--colocate --update-weight-transport broadcast").weights.update_weight_transport == "broadcast"
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -90,7 +90,7 @@ def test_control_messages_are_checked() -> None:
         (api.MemoryMessage, {"tags": ["gpu"]}, "accepted: weights, kv_cache, cuda_graph"),
         (api.MemoryMessage, {"tag": "weights"}, "unknown field `tag`"),
         (api.UpdateVersionMessage, {}, "new_version"),
-        (api.UpdateFromTensorMessage, {"load_format": "flattened_bucket"}, "load_format"),
+        (api.UpdateFromTensorMessage, {"load_format": "sharded"}, "load_format"),
         (api.UpdateFromDistributedMessage, message | {"names": []}, "equal numbers"),
         (api.UpdateFromDistributedMessage, message | {"shapes": [["a"]]}, "shapes"),
         (api.InitGroupMessage, {"master_address": "h", "master_port": "1"}, "master_port is '1'"),

@@ -150,3 +150,17 @@ def test_other_ways_to_change_the_weights(change: str, paths: tuple[Path, Path])
         body: dict[str, Any] = {"model_path": str(new)}
         engine.load_from_disk(parse_message(UpdateFromDiskMessage, body))
     assert driver.generate(prompt_of(20), sampling=SAMPLING).cached_tokens == 0
+
+
+def test_what_comes_during_a_pause_waits_for_its_end(paths: tuple[Path, Path]) -> None:
+    driver = Driver(paths[0])
+    engine = Engine(driver.model, driver.scheduler, weight_version="old")
+    (early,) = in_the_queue(driver)
+    engine.pause("in_place")
+    late = driver.submit(prompt_of(20, seed=1), sampling=SAMPLING)
+    engine.pause("abort")  # the update begins its own pause
+    engine.resume()
+    driver.run()
+    assert early.finish is not None
+    assert early.finish["type"] == "abort"
+    assert late.finish == {"type": "length", "length": 8}

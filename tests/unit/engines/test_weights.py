@@ -5,7 +5,9 @@ import io
 import json
 import pickle
 import random
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from slime.engines.embedded.payload import read_shared_tensors
 from slime.engines.embedded.shape import read_shape
 from slime.errors import ConfigError
 from slime.weights.checksum import tensor_checksum
+from slime.weights.flat import FlatBucket, sharing_by_name
 from tests.support.tiny_models import Family, make_tiny_model, tiny_weights
 
 # Large enough for packed layouts, and with biases, norms and rows that are no multiples of anything.
@@ -73,14 +76,6 @@ def test_buckets_of_any_size_bring_new_weights(family: Family, bucket: int, tmp_
     for start in range(0, len(tensors), bucket):
         model.weights.write(tensors[start : start + bucket])
     assert model.weights.checksums() == sent
-
-
-def test_what_is_sent_has_the_dtype_that_is_held() -> None:
-    from slime.weights.transport import _cast
-
-    names = ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias")
-    cast = _cast([(name, torch.ones(4)) for name in names], torch.bfloat16)
-    assert [tensor.dtype for _, tensor in cast] == [torch.bfloat16, torch.float32]
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -206,11 +201,36 @@ def test_broken_payloads_are_refused() -> None:
 
 
 def test_shared_tensors_are_read_in_place() -> None:
-    from slime.weights.transport import _shared
-
     tensors = [("a", torch.randn(3, 5)), ("b", torch.randn(7).bfloat16()), ("c", torch.zeros(0))]
-    with _shared(tensors) as (payload, _):
-        read = read_shared_tensors([payload])
-        assert [name for name, _ in read] == ["a", "b", "c"]
-        assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(read, tensors, strict=True))
-        assert pickle.Unpickler(io.BytesIO(base64.b64decode(payload))).load()[0][1].is_shared()
+    bucket = FlatBucket(tensors)
+    try:
+        for payload in bucket.payloads(3):  # each receiver has its own note
+            read = read_shared_tensors([payload], "flattened_bucket")
+            assert [name for name, _ in read] == ["a", "b", "c"]
+            assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(read, tensors, strict=True))
+            read[0][1][0, 0] = tensors[0][1][0, 0] = -1.0
+            assert bucket.views[0][1][0, 0] == -1.0
+    finally:
+        bucket.free()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda value: value.pop("metadata"), "no flattened bucket"),
+        (lambda value: value.update(flattened_tensor=torch.zeros(3)), "not one of bytes"),
+        (lambda value: setattr(value["metadata"][0], "start_idx", 64), "a lies at bytes 64 to 72 of a bucket of 64"),
+        (lambda value: setattr(value["metadata"][0], "start_idx", 1), "a lies at bytes 1 to 9"),
+        (lambda value: setattr(value["metadata"][0], "dtype", "int"), "a dtype of its metadata is none"),
+    ],
+)
+def test_buckets_that_do_not_hold_what_they_say_are_refused(change: Any, found: str) -> None:
+    flat = torch.zeros(64, dtype=torch.uint8)
+    meta = SimpleNamespace(name="a", shape=torch.Size([2]), dtype=torch.float32, start_idx=0, end_idx=8, numel=8)
+    value = {"flattened_tensor": flat, "metadata": [meta]}
+    change(value)
+    buffer = io.BytesIO()
+    with sharing_by_name():
+        ForkingPickler(buffer).dump(value)
+    with pytest.raises(RequestError, match=found):
+        read_shared_tensors([base64.b64encode(buffer.getvalue()).decode()], "flattened_bucket")

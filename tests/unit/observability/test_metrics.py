@@ -156,6 +156,8 @@ def test_reductions_follow_the_declared_kind():
         "train/step": 4.0,
     }
     assert reduction_of("rollout/zero_std/count_1.0") is Reduction.SUM
+    assert reduction_of("rollout/engine_restarts") is Reduction.SUM
+    assert reduction_of("rollout/requests_reissued") is Reduction.SUM
     assert reduction_of("rollout/dynamic_filter/drop_zero_std_0.0") is Reduction.SUM
     assert reduction_of("train/train_rollout_logprob_abs_diff_p99") is Reduction.MAX
     assert reduction_of("train/ratio_max") is Reduction.MAX

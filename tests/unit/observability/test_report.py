@@ -35,6 +35,7 @@ def test_line_shows_the_monitors():
 def test_line_names_what_went_wrong_only_when_it_did():
     fine = {"train/loss": 0.5, "train/skipped_steps_count": 0.0, "rollout/not_finite_samples_count": 0.0}
     assert format_step(0, 2, fine) == "rollout 1/2 | loss 0.5000"
+    assert format_step(0, 2, fine | {"rollout/engine_restarts": 2.0}).endswith("| 2 ENGINES REPLACED")
     line = format_step(0, 2, fine | {"train/skipped_steps_count": 2.0, "rollout/not_finite_samples_count": 1.0})
     assert line.endswith("| 2 UPDATES SKIPPED (not finite) | 1 SAMPLES LEFT OUT (not finite)")
 

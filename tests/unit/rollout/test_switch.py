@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from slime.rollout.generate import generate_and_rm
 from slime.rollout.offpolicy import mask_earlier_tokens, mask_older_tokens
 from slime.types import Sample, Status
@@ -24,7 +26,7 @@ def switching(engine: FakeEngine, cuts: int, length: int = 6) -> None:
         done = len(input_ids) - prompts[0]
         engine.latency_seconds = LONG if len(prompts) <= cuts else 0.0
         if engine.latency_seconds:
-            engine._loop.call_later(0.05, engine.switch, str(len(prompts) + 1))
+            engine.switch(str(len(prompts) + 1), after_seconds=0.05)
         count = min(length - done, params["max_new_tokens"])
         ids = [65 + done + i for i in range(count)]
         return Answer(ids, "".join(map(chr, ids)), {"type": "length", "length": count})
@@ -76,6 +78,18 @@ def test_a_given_seed_is_kept_for_the_first_part_only(model_path, engine):
     assert seeds[1] == seeds[3] != 7
 
 
+def test_an_aborted_answer_without_log_probs_is_asked_for_again(model_path, engine):
+    switching(engine, cuts=1)
+    engine.bare_aborts = True
+    flags = {"n_samples_per_prompt": 1, "rollout_batch_size": 1, "rollout_max_response_len": 6}
+    with open_context(model_path, engine.url, **flags) as context:
+        sample = rollout(context, ListSource(["ab"], 1)).samples[0][0]
+    first, second = engine.requests
+    assert first == second
+    assert sample.weight_version_spans == spans(("2", 0, 6))
+    assert len(sample.rollout_log_probs) == 6
+
+
 def test_the_end_of_a_rollout_continues_nothing(model_path, engine):
     engine.answer = lambda ids, params: Answer([65, 66], "AB")
     engine.latency_seconds = LONG
@@ -113,7 +127,7 @@ def test_turns_of_a_conversation_are_continued(model_path, engine, tmp_path):
             asked += 1
             engine.latency_seconds = LONG if asked == 2 else 0.0  # the second turn is interrupted
             if asked == 2:
-                engine._loop.call_later(0.05, engine.switch, "2")
+                engine.switch("2", after_seconds=0.05)
             return Answer([64 + asked, 70 + asked], chr(65 + asked) + chr(71 + asked))
 
         engine.answer = answer
@@ -123,6 +137,43 @@ def test_turns_of_a_conversation_are_continued(model_path, engine, tmp_path):
     assert trained == [65, 71, 66, 67, 73]
     versions = [s.version for s in sample.weight_version_spans for _ in range(s.start, s.end)]
     assert len(versions) == sum(sample.loss_mask)
+
+
+POSTS = """
+from slime.utils.http_utils import post
+
+async def own(args, sample, sampling_params):
+    sample.tokens = sample.tokens or [1, 2]
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    left = sampling_params["max_new_tokens"] - sample.response_length
+    reply = await post(url, {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": left}})
+    rows = reply["meta_info"]["output_token_logprobs"]
+    sample.append_response_tokens(args, tokens=[r[1] for r in rows], log_probs=[r[0] for r in rows],
+                                  meta_info=reply["meta_info"], text=reply["text"])
+    return sample
+"""
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_function_with_requests_of_its_own_is_called_again(model_path, engine, tmp_path, partial):
+    plugin = write_plugin(tmp_path, POSTS)
+    flags = {"custom_generate_function_path": f"{plugin}:own", "n_samples_per_prompt": 1, "rollout_batch_size": 1}
+    with open_context(model_path, engine.url, partial_rollout=partial, **flags) as context:
+        switching(engine, cuts=1)
+        sample = rollout(context, ListSource(["ab"], 1)).samples[0][0]
+    assert sample.status is Status.TRUNCATED
+    assert sample.tokens == [1, 2, 65, 66, 67, 68, 69, 70]
+    assert sample.weight_version_spans == (spans(("1", 0, 1), ("2", 1, 6)) if partial else spans(("2", 0, 6)))
+    assert len(engine.requests) == 2
+
+
+def test_a_sample_that_is_always_aborted_fails_alone(model_path, engine):
+    engine.answer = lambda ids, params: Answer([], "", {"type": "abort", "message": "no", "status_code": None})
+    flags = {"n_samples_per_prompt": 1, "rollout_batch_size": 1, "max_failed_sample_share": 1.0}
+    with open_context(model_path, engine.url, **flags) as context:
+        sample = rollout(context, ListSource(["ab"], 1)).samples[0][0]
+    assert sample.status is Status.FAILED
+    assert "aborted 8 times in vain while the rollout goes on" in sample.metadata["error"]["message"]
 
 
 def spans(*rows: tuple[str, int, int]) -> list[VersionSpan]:

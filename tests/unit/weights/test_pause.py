@@ -7,9 +7,10 @@ from slime.errors import EngineError
 from slime.weights.pause import choose_pause_mode
 
 EMBEDDED = features_of({"engine": "embedded", "version": "1"})
-NEW = features_of({"version": "0.5.23"})
+NEW = features_of({"version": "0.5.23", "disaggregation_mode": "null"})
 OLD = features_of({"version": "0.5.15.post1"})
 UNKNOWN = features_of({})
+PREFILL = features_of({"version": "0.5.23", "disaggregation_mode": "prefill"})
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ UNKNOWN = features_of({})
         ("auto", NEW, True, "abort"),
         ("auto", OLD, False, "abort"),
         ("auto", UNKNOWN, False, "abort"),
+        ("auto", PREFILL, False, "abort"),
         ("abort", NEW, False, "abort"),
         ("abort", OLD, True, "abort"),
         ("retract", NEW, False, "retract"),
@@ -36,6 +38,7 @@ def test_the_mode_that_is_right_there(asked: str, engine: EngineFeatures, routin
     ("engine", "routing_replay", "text"),
     [
         (OLD, False, r"engine 0 \(sglang 0\.5\.15\.post1\) cannot empty its cache.*auto or abort"),
+        (PREFILL, False, "engine 0 .* keeps prompts that are half computed.*auto or abort"),
         (NEW, True, "engine 0 .* forgets the experts.*auto or abort"),
     ],
 )

@@ -47,14 +47,6 @@ def test_what_fits_is_all_checked_every_time() -> None:
     assert all(checked == SIZES.keys() for checked, _ in run(Rotation(share=None), 5, send_seconds=0.1))
 
 
-def test_other_engines_are_checked_as_a_whole() -> None:
-    rotation = Rotation(share=0.1)
-    run(rotation, 3, send_seconds=10.0)
-    assert not all(rotation.wants(name) for name in SIZES)
-    rotation.restart()
-    assert run(rotation, 1, send_seconds=10.0)[0][0] == SIZES.keys()
-
-
 def test_an_engine_that_leaves_nothing_out_is_asked_now_and_then() -> None:
     rotation = Rotation(share=0.1)
     spent, asked = 0.0, []

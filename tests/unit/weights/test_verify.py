@@ -16,7 +16,7 @@ from torch import Tensor
 from slime.errors import WeightSyncError
 from slime.weights.checksum import tensor_checksum
 from slime.weights.endpoint import EngineEndpoint
-from slime.weights.verify import Verification, WeightVerifier
+from slime.weights.verify import Verification, Verifiers, WeightVerifier
 
 MODEL = {
     "model_type": "qwen3",
@@ -61,6 +61,7 @@ class Engine:
         self.ranks: list[dict[str, Tensor]] = [{} for _ in range(size)]
         self.refusal = ""
         self.skipped: list[list[str]] = []
+        self.actions: list[str] = []
         self.url = ""
 
     def hold(self, weights: dict[str, Tensor]) -> None:
@@ -71,6 +72,9 @@ class Engine:
             return 200, {"tp_size": self.size, "device": "cpu", "dtype": "float32"}
         if self.refusal:
             return 400, {"success": False, "message": self.refusal}
+        self.actions.append(body["action"])
+        if body["action"] == "reset_tensors":
+            self.ranks = [{name: torch.zeros_like(tensor) for name, tensor in held.items()} for held in self.ranks]
         skip: list[str] = body.get("skip_tensor_list") or []
         self.skipped.append(skip)
         sum_up: Callable[[Tensor], str] = tensor_checksum if self.is_ours else sha
@@ -282,3 +286,39 @@ def test_experts_that_hold_the_shared_one_are_not_compared() -> None:
         checker = WeightVerifier(endpoints, model=model, timeout_seconds=10, share=None)
         result = sync(checker, sent, "1")
     assert (result.verified, result.unverified) == (0, 3)
+
+
+def test_the_first_update_must_bring_what_was_loaded() -> None:
+    engines = [Engine(size=2), Engine(is_ours=True)]
+    loaded, trained = sent_weights(1), sent_weights(2)
+    with serving(*engines) as endpoints:
+        verifiers = Verifiers(model=MODEL, timeout_seconds=10, check_equal=True)
+        for weights in (loaded, trained):  # engines that came later loaded what the trainer no longer has
+            checker = verifiers.of(endpoints)
+            for engine in engines:
+                engine.hold(loaded)
+                engine.actions.clear()
+            checker.begin()
+            checker.reset()
+            checker.add(weights.items())
+            for engine in engines:
+                engine.hold(weights)
+            assert checker.check("1", send_seconds=1e-9).deferred == 0
+            if weights is loaded:
+                assert engines[0].actions == ["checksum", "reset_tensors", "checksum", "checksum"]
+                assert engines[1].actions == ["snapshot", "reset_tensors", "checksum", "compare"]
+            assert sync(checker, weights, "2", send_seconds=1e-9).deferred == 0, "everything every time"
+        assert engines[0].actions == ["checksum", "checksum"]
+
+
+def test_a_trainer_with_other_weights_than_were_loaded_is_told_of_the_flag() -> None:
+    engine = Engine()
+    with serving(engine) as endpoints:
+        checker = WeightVerifier(endpoints, model=MODEL, timeout_seconds=10, check_equal=True)
+        engine.hold(sent_weights(1))
+        checker.begin()
+        checker.reset()
+        checker.add(sent_weights(2).items())
+        engine.hold(sent_weights(2))
+        with pytest.raises(WeightSyncError, match=r"--check-weight-update-equal: .* other weights than the engines"):
+            checker.check("1", send_seconds=1.0)

@@ -11,9 +11,12 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from slime.backends.megatron.logprobs import score_tokens
+from slime.backends.megatron.vocab_kernels import VocabKernels
 from slime.backends.megatron.vocab_shard import VocabShard
 
 ROWS, VOCAB, PADDED = 11, 37, 48
+KERNELS = VocabKernels(compiled=False)
+EITHER = pytest.mark.parametrize("kernels", [None, KERNELS], ids=["chunks", "kernels"])
 
 
 def reference(
@@ -39,10 +42,10 @@ def example(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     return logits, targets, rows, weights  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100])
+@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100, "kernels"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("reuse_logits", [False, True])
-def test_values_and_gradients_equal_float64(chunk_size: int, temperature: float, reuse_logits: bool) -> None:
+def test_values_and_gradients_equal_float64(chunk_size: int | str, temperature: float, reuse_logits: bool) -> None:
     logits, targets, rows, weights = example()
     want = reference(logits, targets, rows, temperature, weights)
     leaf = logits.clone().requires_grad_()
@@ -52,9 +55,9 @@ def test_values_and_gradients_equal_float64(chunk_size: int, temperature: float,
         VocabShard.of(VOCAB, PADDED),
         rows=rows,
         temperature=temperature,
-        chunk_size=chunk_size,
         with_entropy=True,
         reuse_logits=reuse_logits,
+        **({"kernels": KERNELS} if isinstance(chunk_size, str) else {"chunk_size": chunk_size}),
     )
     assert scores.entropy is not None
     (scores.log_probs * weights[0].float() + scores.entropy * weights[1].float()).sum().backward()
@@ -66,20 +69,22 @@ def test_values_and_gradients_equal_float64(chunk_size: int, temperature: float,
     assert not leaf.grad[:, VOCAB:].any()
 
 
-def test_no_entropy_gives_the_same_log_probs() -> None:
+@EITHER
+def test_no_entropy_gives_the_same_log_probs(kernels: VocabKernels | None) -> None:
     logits, targets, rows, _ = example()
     shard = VocabShard.of(VOCAB, PADDED)
-    plain = score_tokens(logits, targets, shard, rows=rows)
+    plain = score_tokens(logits, targets, shard, rows=rows, kernels=kernels)
     assert plain.entropy is None
-    both = score_tokens(logits, targets, shard, rows=rows, with_entropy=True)
+    both = score_tokens(logits, targets, shard, rows=rows, with_entropy=True, kernels=kernels)
     assert torch.equal(plain.log_probs, both.log_probs)
 
 
-def test_bf16_logits_are_scored_in_fp32_and_confident_tokens_keep_their_gradient() -> None:
+@EITHER
+def test_bf16_logits_are_scored_in_fp32_and_confident_tokens_keep_their_gradient(kernels: VocabKernels | None) -> None:
     logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
     logits[0, 3] = 11.0
     leaf = logits.clone().requires_grad_()
-    scores = score_tokens(leaf * 1, torch.tensor([3]), VocabShard.of(VOCAB, VOCAB))
+    scores = score_tokens(leaf * 1, torch.tensor([3]), VocabShard.of(VOCAB, VOCAB), kernels=kernels)
     scores.log_probs.sum().backward()
     want = torch.log_softmax(logits.double(), -1)[0, 3]
     torch.testing.assert_close(scores.log_probs[0].double(), want, atol=3e-7, rtol=1e-6)
@@ -87,13 +92,14 @@ def test_bf16_logits_are_scored_in_fp32_and_confident_tokens_keep_their_gradient
     assert leaf.grad[0, 3].item() == pytest.approx(1 - want.exp().item(), rel=1e-2)
 
 
-def test_minus_infinity_logits_do_not_poison() -> None:
+@EITHER
+def test_minus_infinity_logits_do_not_poison(kernels: VocabKernels | None) -> None:
     logits, targets, _, _ = example()
     targets = targets[:ROWS]
     for row, target in enumerate(targets):
         logits[row, (int(target) + 1) % VOCAB] = float("-inf")
     leaf = logits.requires_grad_()
-    scores = score_tokens(leaf, targets, VocabShard.of(VOCAB, PADDED), with_entropy=True)
+    scores = score_tokens(leaf, targets, VocabShard.of(VOCAB, PADDED), with_entropy=True, kernels=kernels)
     assert scores.entropy is not None
     (scores.log_probs.sum() + scores.entropy.sum()).backward()
     assert leaf.grad is not None
@@ -102,15 +108,16 @@ def test_minus_infinity_logits_do_not_poison() -> None:
     assert torch.isfinite(leaf.grad).all()
 
 
-def test_no_rows() -> None:
+@EITHER
+def test_no_rows(kernels: VocabKernels | None) -> None:
     leaf = torch.zeros(0, PADDED, requires_grad=True)
     none = torch.zeros(0, dtype=torch.long)
-    scores = score_tokens(leaf, none, VocabShard.of(VOCAB, PADDED), with_entropy=True)
+    scores = score_tokens(leaf, none, VocabShard.of(VOCAB, PADDED), with_entropy=True, kernels=kernels)
     scores.log_probs.sum().backward()
     assert scores.log_probs.shape == (0,)
 
 
-def _score_shard(rank: int, store: str, world: int) -> None:
+def _score_shard(rank: int, store: str, world: int, kernels: VocabKernels | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
@@ -119,7 +126,9 @@ def _score_shard(rank: int, store: str, world: int) -> None:
         columns = PADDED // world
         mine = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
         shard = VocabShard.of(VOCAB, columns, rank, dist.group.WORLD)
-        scores = score_tokens(mine, targets, shard, rows=rows, temperature=0.9, chunk_size=3, with_entropy=True)
+        scores = score_tokens(
+            mine, targets, shard, rows=rows, temperature=0.9, chunk_size=3, with_entropy=True, kernels=kernels
+        )
         assert scores.entropy is not None
         (scores.log_probs * weights[0].float() + scores.entropy * weights[1].float()).sum().backward()
         torch.testing.assert_close(scores.log_probs.double(), want[0], atol=5e-6, rtol=1e-6)
@@ -132,7 +141,7 @@ def _score_shard(rank: int, store: str, world: int) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 4])
-def test_shards_equal_the_whole(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("world", "kernels"), [(2, None), (4, None), (4, KERNELS)])
+def test_shards_equal_the_whole(tmp_path: Path, world: int, kernels: VocabKernels | None) -> None:
     # With four shards the last holds a single real column, with padding behind it.
-    mp.spawn(_score_shard, args=(str(tmp_path / "store"), world), nprocs=world, join=True)
+    mp.spawn(_score_shard, args=(str(tmp_path / "store"), world, kernels), nprocs=world, join=True)

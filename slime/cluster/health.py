@@ -1,0 +1,125 @@
+"""Regular questions to engines and routers: can you still do your work?
+
+Owns when each is asked, and what counts as no. One slow answer is not death: a question without an answer is asked
+again at once, and only several in a row are a failure. What follows from a failure is the owner's business. Tests
+hold: nothing is asked while paused, nor for the first wait after that; the outcome of questions that were under way
+when the checks were paused is dropped; a server that does not answer is told within the interval and the time-outs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from slime import http_control
+from slime.errors import EngineError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 1.0
+
+
+def health_problem(url: str, timeout_seconds: float, attempts: int) -> str | None:
+    """What is wrong with the server whose health is asked at ``url``, ``attempts`` times; None if it is well."""
+    problem: str | None = None
+    for _ in range(attempts):
+        try:
+            http_control.request(url, timeout_seconds=timeout_seconds, waiter="the health check")
+        except (EngineError, WaitTimeoutError) as error:
+            problem = str(error)
+        else:
+            return None
+    return problem
+
+
+class HealthMonitor:
+    """Asks servers from a thread of its own; paused when it is made.
+
+    Args:
+        targets: Names of what is asked now, with the URLs that answer 200 when all is well.
+        on_failure: Told name, URL and reason; called from the monitor's thread.
+        interval_seconds: From one round of checks to the next.
+        timeout_seconds: What a server has to answer one question.
+        first_wait_seconds: After ``resume``, until the first round.
+        attempts: Questions in a row that must fail.
+    """
+
+    def __init__(
+        self,
+        targets: Callable[[], Mapping[str, str]],
+        on_failure: Callable[[str, str, str], None],
+        *,
+        interval_seconds: float,
+        timeout_seconds: float,
+        first_wait_seconds: float,
+        attempts: int = 2,
+    ) -> None:
+        self._targets = targets
+        self._on_failure = on_failure
+        self._interval_seconds = interval_seconds
+        self._timeout_seconds = timeout_seconds
+        self._first_wait_seconds = first_wait_seconds
+        self._attempts = attempts
+        self._changed = threading.Condition()
+        self._due_at: float | None = None
+        self._period = 0  # between two pauses: outcomes of an earlier one say nothing any more
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="slime-health", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Ask from now on, after the first wait; does nothing while it asks already."""
+        with self._changed:
+            if self._due_at is None:
+                self._period += 1
+                self._due_at = time.monotonic() + self._first_wait_seconds
+                self._changed.notify()
+
+    def pause(self) -> None:
+        """Ask nothing, and drop the outcomes of questions that are under way."""
+        with self._changed:
+            self._due_at = None
+            self._period += 1
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._due_at = None
+            self._period += 1
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (self._due_at is None or self._due_at > time.monotonic()):
+                    left = None if self._due_at is None else self._due_at - time.monotonic()
+                    self._changed.wait(left)
+                if self._closed:
+                    return
+                period = self._period
+                self._due_at = time.monotonic() + self._interval_seconds
+            self._round(period, dict(self._targets()))
+
+    def ask_now(self, targets: Mapping[str, str]) -> None:
+        """One round of questions at once, paused or not, in the caller's thread."""
+        self._round(self._period, targets)
+
+    def _round(self, period: int, targets: Mapping[str, str]) -> None:
+        urls = list(targets.values())
+        problems = http_control.in_parallel(
+            lambda url: health_problem(url, self._timeout_seconds, self._attempts), urls
+        )
+        for (name, url), problem in zip(targets.items(), problems, strict=True):
+            with self._changed:
+                if period != self._period:
+                    return
+            if problem is not None:
+                self._on_failure(name, url, problem)

@@ -1,0 +1,99 @@
+"""Bringing every engine to the trainer's weights, seen from the driver.
+
+Owns which engines the trainer is connected to, and what happens when one dies meanwhile. Tests hold: changed engines
+are connected anew; an engine on another version is an error; a sync that failed because an engine died is made again
+with its replacement.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from slime.cluster.actor_critic import ActorCritic
+from slime.cluster.engines import EngineGroup
+from slime.cluster.recovery import Recovery
+from slime.cluster.trainer import TrainerGroup
+from slime.errors import SlimeError, WeightSyncError
+from slime.weights.bracket import release
+from slime.weights.endpoint import EngineEndpoint
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_ENGINES_RELEASE_SECONDS = 2.0  # after a failed update: the rank that paused them may be gone
+
+
+class WeightSync:
+    """The way of the weights from a trainer to the engines.
+
+    Args:
+        group: The trainer.
+        engines: The engines.
+        recovery: Replaces engines that die meanwhile; None where nobody does.
+        idle_seconds: How long a failed try may take to end on all ranks before the next one.
+    """
+
+    def __init__(
+        self,
+        group: TrainerGroup | ActorCritic,
+        engines: EngineGroup,
+        recovery: Recovery | None,
+        *,
+        idle_seconds: float,
+    ) -> None:
+        self._group = group
+        self._engines = engines
+        self._recovery = recovery
+        self._idle_seconds = idle_seconds
+        self._connected: tuple[EngineEndpoint, ...] = ()
+
+    def send(self) -> dict[str, float]:
+        """Send the weights to every engine and verify the version; metrics of the transfer.
+
+        Raises:
+            WeightSyncError: An engine reports another version than the trainer sent.
+            SlimeError: What else kept the weights from arriving.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._send()
+            except SlimeError as error:
+                self._connected = ()  # what led to the engines may be broken
+                if attempt == _ATTEMPTS or self._recovery is None or not self._recovery.found_cause():
+                    raise
+                logger.warning("the weight sync is made again: %s", str(error).splitlines()[0])
+                self._group.drain(self._idle_seconds)
+                self._recovery.settle()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _send(self) -> dict[str, float]:
+        endpoints = self._engines.endpoints
+        if endpoints != self._connected:
+            self._connected = ()
+            self._group.connect_engines(endpoints)
+            self._connected = endpoints
+        check = self._engines.check if self._recovery is None else self._check
+        try:
+            metrics = self._group.update_weights(check=check)
+        except SlimeError:
+            release(endpoints, has_session=True, timeout_seconds=_ENGINES_RELEASE_SECONDS)
+            raise
+        self._verify_versions()
+        return metrics
+
+    def _check(self) -> None:
+        """Nothing is to be gained by waiting for a dead engine to take weights."""
+        assert self._recovery is not None
+        if self._recovery.look_while_updating():
+            raise WeightSyncError("an engine died while weights were sent to it")
+
+    def _verify_versions(self) -> None:
+        expected = str(self._group.weight_version())
+        versions = self._engines.weight_versions()
+        wrong = [
+            f"{url} has {version}"
+            for url, version in zip(self._engines.urls, versions, strict=True)
+            if version != expected
+        ]
+        if wrong:
+            raise WeightSyncError(f"after the sync of weight version {expected}: {', '.join(wrong)}")

@@ -1,0 +1,148 @@
+"""The health monitor against real servers that answer late, badly or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from slime.cluster.health import HealthMonitor, health_problem
+
+
+class Server:
+    """Answers each question with what is left in ``answers``, then with 200; an answer is a status or seconds."""
+
+    def __init__(self) -> None:
+        self.answers: list[int | float] = []
+        self.asked: list[float] = []
+        self.url = ""
+
+
+@pytest.fixture
+def server():
+    known = Server()
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known.asked.append(time.monotonic())
+            answer = known.answers.pop(0) if known.answers else 200
+            if isinstance(answer, float):
+                over.wait(answer)
+                answer = 200
+            self.send_response(answer)
+            self.end_headers()
+
+        def log_message(self, *what: object) -> None:
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    known.url = f"http://127.0.0.1:{running.server_port}/health_generate"
+    threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield known
+    over.set()
+    running.shutdown()
+    running.server_close()
+
+
+@contextmanager
+def monitor(targets, *, interval=0.05, timeout=0.1, first_wait=0.0):
+    failed: list[tuple[str, str, str]] = []
+    running = HealthMonitor(
+        lambda: targets,
+        lambda *what: failed.append(what),
+        interval_seconds=interval,
+        timeout_seconds=timeout,
+        first_wait_seconds=first_wait,
+    )
+    running.start()
+    try:
+        yield running, failed
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ([200], None),
+        ([503], None),
+        ([0.3], None),
+        ([503, 503], "answered 503"),
+        ([0.3, 0.3], "waited 0 s"),
+        ([0.3, 500], "answered 500"),
+    ],
+)
+def test_one_bad_answer_is_no_failure(server, answers, problem):
+    server.answers = answers
+    found = health_problem(server.url, 0.1, 2)
+    assert found is None if problem is None else problem in found
+
+
+def test_a_server_that_is_gone(server):
+    assert "cannot be reached" in health_problem("http://127.0.0.1:9/health", 0.5, 2)
+
+
+def test_a_server_is_asked_at_every_interval_and_a_failure_is_told(server):
+    with monitor({"engine 0": server.url}) as (checks, failed):
+        checks.resume()
+        wait_until(lambda: len(server.asked) >= 3)
+        assert not failed
+        server.answers = [503, 503]
+        wait_until(lambda: failed)
+    assert failed[0][:2] == ("engine 0", server.url)
+    assert "503" in failed[0][2]
+
+
+def test_nothing_is_asked_before_resume_and_after_pause(server):
+    with monitor({"engine 0": server.url}) as (checks, _):
+        time.sleep(0.15)
+        assert not server.asked
+        checks.resume()
+        wait_until(lambda: server.asked)
+        checks.pause()
+        time.sleep(0.05)
+        before = len(server.asked)
+        time.sleep(0.2)
+        assert len(server.asked) == before
+
+
+def test_after_each_resume_the_first_wait_passes(server):
+    with monitor({"engine 0": server.url}, first_wait=0.2) as (checks, _):
+        for _ in range(2):
+            server.asked.clear()
+            resumed = time.monotonic()
+            checks.resume()
+            checks.resume()  # it asks already: no second wait
+            wait_until(lambda: server.asked)
+            assert server.asked[0] - resumed >= 0.2
+            checks.pause()
+
+
+def test_what_was_under_way_when_the_checks_were_paused_is_dropped(server):
+    with monitor({"engine 0": server.url}, interval=9.0) as (checks, failed):
+        server.answers = [0.2, 0.2]
+        checks.resume()
+        wait_until(lambda: server.asked)
+        checks.pause()
+        checks.resume()
+        wait_until(lambda: len(server.asked) >= 3)  # the round of after the pause
+        assert not failed
+
+
+def test_a_round_can_be_asked_for_at_once(server):
+    with monitor({"engine 0": server.url}) as (checks, failed):
+        server.answers = [500, 500]
+        checks.ask_now({"engine 0": server.url})
+        assert [name for name, _, _ in failed] == ["engine 0"]
+
+
+def wait_until(condition) -> None:
+    give_up_at = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
