@@ -87,7 +87,7 @@ def arguments(options: argparse.Namespace, folder: Path, further: list[str]) -> 
     argv += ["--n-samples-per-prompt", str(options.samples), "--global-batch-size"]
     argv += [str(options.prompts * options.samples), "--rollout-max-response-len", str(options.response_tokens)]
     argv += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(options.row_tokens), "--lr", "1e-6"]
-    argv += ["--use-distributed-optimizer", "--output-dir", str(options.run_dir or folder / "run")]
+    argv += ["--output-dir", str(options.run_dir or folder / "run")]
     if options.megatron_path:
         # What the driver's environment has is what engines get; the trainer needs one folder more.
         path = os.pathsep.join([options.megatron_path, os.environ.get("PYTHONPATH", "")])

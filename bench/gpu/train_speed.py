@@ -89,7 +89,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {},
     ),
 }
-FLAGS = ("--lr", "1e-6", "--lr-decay-style", "constant", "--use-distributed-optimizer")
+FLAGS = ("--lr", "1e-6", "--lr-decay-style", "constant")
 
 
 def headline(options: argparse.Namespace) -> str:

@@ -220,7 +220,8 @@ def _locked(local: Path, timeout_seconds: float) -> Generator[None]:
 def _claim(local: Path) -> None:
     """Make the directory ours; one that holds somebody else's files is refused, because a pull replaces files."""
     sync = local / _SYNC_DIR
-    if not sync.is_dir() and local.is_dir() and any(local.iterdir()):
+    is_used = local.is_dir() and any(local.iterdir())
+    if is_used and not sync.is_dir():  # in this order: another pull may be claiming it at this moment
         raise WeightSyncError(
             f"--update-weight-local-checkpoint-dir {local} holds files that no weight sync wrote; name an empty or "
             "new directory"

@@ -92,8 +92,8 @@ def assert_same(moved: tuple[Any, Any, Any], stayed: tuple[Any, Any, Any]) -> No
 
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = {
-    "fp32_plain_optimizer": ((), {"train": {"precision": "fp32"}}),
-    "reference": (("--use-distributed-optimizer",), {"algorithm": REFERENCE}),
+    "fp32": ((), {"train": {"precision": "fp32"}}),
+    "reference": ((), {"algorithm": REFERENCE}),
     "old_actor": ((), {"rollout": {"keep_old_actor": True}}),
 }
 
@@ -112,8 +112,8 @@ def train_both(rank: Rank, config: Config, ports: Sequence[int]) -> tuple[Any, A
     )  # type: ignore[return-value]
 
 
-def test_same_bits_on_two_ranks_with_the_distributed_optimizer(model_dir: Path) -> None:
-    flags = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+def test_same_bits_on_two_ranks(model_dir: Path) -> None:
+    flags = ("--overlap-grad-reduce", "--overlap-param-gather")
     config = config_for(model_dir, *flags, num_processes=2)
     for moved, stayed in run_ranks(2, train_both, config, [free_port(), free_port()]):
         assert_same(moved, stayed)
@@ -127,7 +127,7 @@ def test_checkpoints_hold_the_same(async_save: bool, model_dir: Path, tmp_path: 
             "async_save": async_save,
             "load": None if load is None else str(load),
         }
-        return config_for(model_dir, "--use-distributed-optimizer", checkpoint=checkpoint)
+        return config_for(model_dir, checkpoint=checkpoint)
 
     states = []
     for name, moves in (("moved", True), ("stayed", False)):
@@ -151,7 +151,7 @@ def live_bytes(exclude: set[int]) -> int:
 def test_nothing_is_left_after_sleep(model_dir: Path) -> None:
     gc.collect()
     before = live_bytes(set())
-    config = config_for(model_dir, "--use-distributed-optimizer")
+    config = config_for(model_dir)
     with worker_of(config, moves=True) as worker:
         gc.collect()
         gc.disable()  # what waits for the collector counts
