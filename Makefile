@@ -4,7 +4,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 SEED ?= 1
-TESTS ?= tests/unit tests/conformance tests/integration tests/e2e/test_train.py tests/e2e/test_ppo.py
+TESTS ?= tests/unit tests/conformance tests/integration tests/e2e/test_train.py tests/e2e/test_ppo.py tests/e2e/test_models.py
 BIN := $(VENV)/bin
 PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
 export VENV

@@ -114,10 +114,10 @@ def train_with_trl(args: argparse.Namespace) -> None:
     dataset = Dataset.from_list([json.loads(line) for line in lines])
     rewards: list[float] = []
 
-    def last_number_reward(completions: list, label: list[str], **_: object) -> list[float]:
+    def only_number_reward(completions: list, label: list[str], **_: object) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         found = [re.findall(r"\d+", text) for text in texts]
-        scores = [float(bool(numbers) and numbers[-1] == want) for numbers, want in zip(found, label, strict=True)]
+        scores = [float(numbers == [want]) for numbers, want in zip(found, label, strict=True)]
         rewards.append(statistics.mean(scores))
         return scores
 
@@ -161,7 +161,7 @@ def train_with_trl(args: argparse.Namespace) -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
-            reward_funcs=last_number_reward,
+            reward_funcs=only_number_reward,
             args=config,
             train_dataset=dataset,
             callbacks=[clock],

@@ -122,6 +122,12 @@ HOOKS: tuple[Hook, ...] = (
         expected="fn(args, sample, rollout_id=None, evaluation=False)",
         required=("args", "sample"),
     ),
+    Hook(
+        dest="custom_update_weight_post_write_path",
+        expected="fn(args, version_dir, rollout_engines)",
+        required=("args", "version_dir", "rollout_engines"),
+    ),
+    Hook(dest="sglang_custom_pull_weights_pre_read_hook", expected="fn(directory)", required=("directory",)),
     Hook(dest="custom_rm_path", expected="async fn(args, sample) or async fn(args, samples)", kind="reward"),
     Hook(dest="eval_custom_rm_path", expected="async fn(args, sample) or async fn(args, samples)", kind="reward"),
 )

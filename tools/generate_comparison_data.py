@@ -16,11 +16,12 @@ from itertools import combinations
 from pathlib import Path
 
 LOWEST, HIGHEST = 10, 99
-# One worked example: without it most answers are sentences that run into the length limit.
+# One worked example: without it most answers are sentences that run into the length limit. With these words the small
+# model of the quickstart names either number about as often; with others it starts with always naming the first.
 SHARED_MESSAGES = (
-    {"role": "system", "content": "Name the larger number."},
-    {"role": "user", "content": "12 or 9"},
-    {"role": "assistant", "content": "12"},
+    {"role": "system", "content": "Which number is larger?"},
+    {"role": "user", "content": "64 and 27"},
+    {"role": "assistant", "content": "64"},
 )
 
 
@@ -50,7 +51,7 @@ def generate_rows(num_train: int, num_eval: int, seed: int) -> tuple[list[dict[s
 
 def build_row(first: int, second: int) -> dict[str, object]:
     """Return one row that asks about ``first`` and ``second``."""
-    question = {"role": "user", "content": f"{first} or {second}"}
+    question = {"role": "user", "content": f"{first} and {second}"}
     return {"prompt": [*SHARED_MESSAGES, question], "label": str(max(first, second))}
 
 

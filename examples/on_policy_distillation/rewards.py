@@ -18,9 +18,8 @@ NUMBER = re.compile(r"\d+")
 
 
 def is_right(sample: Sample) -> float:
-    """1.0 when the last number of the answer is the label."""
-    numbers = NUMBER.findall(sample.response)
-    return float(bool(numbers) and numbers[-1] == str(sample.label))
+    """1.0 when the answer names the label and no other number."""
+    return float(NUMBER.findall(sample.response) == [str(sample.label)])
 
 
 async def task(args: Any, sample: Sample, **kwargs: Any) -> float:

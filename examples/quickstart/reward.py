@@ -1,4 +1,7 @@
-"""The quickstart's reward: 1 when the last number of the answer is the label, else 0."""
+"""The quickstart's reward: 1 when the answer names the label and no other number, else 0.
+
+With the last number of an answer as the criterion a model learns to repeat the question and where to break off.
+"""
 
 import re
 from typing import Any
@@ -19,5 +22,4 @@ async def custom_rm(args: Any, sample: Sample, **kwargs: Any) -> float:
     Returns:
         1.0 or 0.0.
     """
-    numbers = NUMBER.findall(sample.response)
-    return float(bool(numbers) and numbers[-1] == str(sample.label))
+    return float(NUMBER.findall(sample.response) == [str(sample.label)])

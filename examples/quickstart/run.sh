@@ -63,8 +63,8 @@ ROLLOUT_ARGS=(
     --rollout-max-response-len 8
     --rollout-temperature 1.0
 )
-# A group whose answers all got the same reward has no gradient. Once the model always names the first number nearly
-# all groups are like that, and training would stay there: sample until 8 groups have both right and wrong answers.
+# A group whose answers all got the same reward has no gradient. A model that always names the first number makes
+# nearly nothing else, and training would stay there: sample until 8 groups have both right and wrong answers.
 if [[ ${DYNAMIC_SAMPLING:-1} == 1 ]]; then
     ROLLOUT_ARGS+=(
         --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from slime.cluster.checkpoints import prune_critic
 from slime.cluster.placement import Placement
+from slime.cluster.released_trainer import ReleasedTrainer
 from slime.cluster.signals import held_back
 from slime.cluster.trainer import TrainerGroup
 from slime.config import Config
@@ -26,8 +27,12 @@ from slime.weights.endpoint import EngineEndpoint
 CRITIC_PATH = "slime.backends.megatron.critic:CriticWorker"
 
 
-def start_trainer(config: Config, placement: Placement, log_dir: Path, *, board: Any) -> TrainerGroup | ActorCritic:
+def start_trainer(
+    config: Config, placement: Placement, log_dir: Path, *, board: Any
+) -> TrainerGroup | ActorCritic | ReleasedTrainer:
     """Start the training processes of every role that the run has; see ``TrainerGroup``."""
+    if config.train.release_train:
+        return ReleasedTrainer(lambda: TrainerGroup(config, placement, log_dir, board=board))
     actor = TrainerGroup(config, placement, log_dir, board=board)
     if config.critic is None:
         return actor

@@ -57,6 +57,7 @@ class DeviceTurns:
         cluster: Which of them moves.
         trainer: None without training.
         engines: None without generation. With ``--offload-rollout`` they have released their memory.
+        releases_trainer: Whether its processes end instead of moving their memory.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class DeviceTurns:
         cluster: ClusterConfig,
         trainer: TrainerMemory | None,
         engines: EngineMemory | None,
+        *,
+        releases_trainer: bool = False,
     ) -> None:
-        self._moves_trainer = trainer is not None and bool(cluster.offload_train)
+        self._moves_trainer = trainer is not None and (bool(cluster.offload_train) or releases_trainer)
         self._moves_engines = engines is not None and bool(cluster.offload_rollout)
         self._measures = cluster.device == "cuda" and (self._moves_trainer or self._moves_engines)
         self._trainer = trainer

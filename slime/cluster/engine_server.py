@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.cluster.engine_commands import EngineProcessSetting, engine_command
+from slime.cluster.host_pulls import ActorPull
 from slime.cluster.hosted_server import HostedServer
 from slime.cluster.placement import ENGINE_SHARE, Placement
 from slime.cluster.ports import EnginePorts, PortBook
@@ -167,6 +168,7 @@ class EngineServer:
             trainer_ranks=self.planned.trainer_ranks,
             model_path=self.planned.model_path,
             local_dir=self._config.weights.update_weight_local_checkpoint_dir,
+            pull=ActorPull(self.name, tuple(process.actor for process in self.processes)),
         )
 
     def _argument(self, name: str, default: Any) -> Any:

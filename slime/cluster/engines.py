@@ -65,6 +65,7 @@ class EngineGroup:
         self.routers = {
             planned.model: RouterServer(config, planned, log_dir, local=local) for planned in self.plan.routers
         }
+        self._external = external_endpoints(config)
         self._is_ready = False
         self._router = self.routers[self.plan.default_router.model]
 
@@ -85,7 +86,7 @@ class EngineGroup:
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
         """The engines that get the trainer's weights."""
         own = tuple(server.endpoint for server in self.servers if server.planned.updatable)
-        return own + external_endpoints(self._config)
+        return own + self._external
 
     @property
     def urls(self) -> list[str]:

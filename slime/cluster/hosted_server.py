@@ -19,9 +19,12 @@ import ray
 
 from slime.cluster import waits
 from slime.cluster.actor import ActorSetting, enter
+from slime.cluster.host_pulls import FILES_THREAD
 from slime.cluster.ports import free_port_runs
 from slime.cluster.process import ServerProcess
 from slime.errors import EngineError, SlimeError
+from slime.weights.host_pull import pull
+from slime.weights.pull_request import PullReport, PullRequest
 
 CHECK_SECONDS = 30.0
 KILL_SECONDS = 10.0
@@ -101,6 +104,10 @@ class ServerActor:
         if self._process is not None:
             self._process.check()
 
+    def pull(self, request: PullRequest) -> PullReport:
+        """Bring this host's checkpoint up to a published version."""
+        return pull(request)
+
     def stop(self) -> None:
         """End the server."""
         if self._process is not None:
@@ -141,11 +148,20 @@ class HostedServer:
         """Whether there is a host actor, and with it perhaps a server."""
         return self._actor is not None
 
+    @property
+    def actor(self) -> Any:
+        """Handle of the host actor; None if there is none."""
+        return self._actor
+
     def begin_host(self) -> None:
         """Start the host actor unless there is one; ``host`` waits for it."""
         if self._actor is None:
             self._facts = None
-            self._actor = ray.remote(ServerActor).options(**self._options).remote(self._setting)
+            self._actor = (
+                ray.remote(concurrency_groups={FILES_THREAD: 1})(ServerActor)
+                .options(**self._options)
+                .remote(self._setting)
+            )
 
     def host(self) -> HostFacts:
         """Start the host actor unless there is one; where it is."""

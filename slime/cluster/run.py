@@ -22,6 +22,7 @@ from slime.cluster.checkpoints import prune_data_states, write_data_state
 from slime.cluster.device_turns import DeviceTurns
 from slime.cluster.engines import EngineGroup
 from slime.cluster.recovery import Recovery
+from slime.cluster.released_trainer import ReleasedTrainer
 from slime.cluster.rollout import RolloutReport
 from slime.cluster.rollout_handle import RolloutHandle
 from slime.cluster.schedule import should_run_periodic_action
@@ -66,7 +67,7 @@ class Generation:
 class Training:
     """``run.trainer``: trains the batch of a step and records its metrics."""
 
-    def __init__(self, group: TrainerGroup | ActorCritic | None, reporter: Reporter) -> None:
+    def __init__(self, group: TrainerGroup | ActorCritic | ReleasedTrainer | None, reporter: Reporter) -> None:
         self._group = group
         self._reporter = reporter
         self.last_trained: RolloutReport | None = None
@@ -96,7 +97,7 @@ class Run:
         reporter: Reporter,
         rollout: RolloutHandle,
         engines: EngineGroup | None,
-        trainer: TrainerGroup | ActorCritic | None,
+        trainer: TrainerGroup | ActorCritic | ReleasedTrainer | None,
         first_step: int,
         num_rollout: int,
         num_rollout_per_epoch: int | None,
@@ -124,7 +125,7 @@ class Run:
         self._saving: int | None = None  # inside the call to the trainer
         self._in_background: int | None = None  # its files may still be written
         self._step_started = time.monotonic()
-        self._turns = DeviceTurns(config.cluster, trainer, engines)
+        self._turns = DeviceTurns(config.cluster, trainer, engines, releases_trainer=config.train.release_train)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; each is reported when the loop comes back for the next."""

@@ -12,6 +12,7 @@ import logging
 from slime.cluster.actor_critic import ActorCritic
 from slime.cluster.engines import EngineGroup
 from slime.cluster.recovery import Recovery
+from slime.cluster.released_trainer import ReleasedTrainer
 from slime.cluster.trainer import TrainerGroup
 from slime.errors import SlimeError, WeightSyncError
 from slime.weights.bracket import release
@@ -35,7 +36,7 @@ class WeightSync:
 
     def __init__(
         self,
-        group: TrainerGroup | ActorCritic,
+        group: TrainerGroup | ActorCritic | ReleasedTrainer,
         engines: EngineGroup,
         recovery: Recovery | None,
         *,

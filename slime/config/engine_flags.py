@@ -63,7 +63,7 @@ SGLANG_FLAGS: Mapping[str, Kind] = flag_table(
             ssl_certfile ssl_keyfile ssl_keyfile_password startup_weight_load_mode tokenizer_backend
             tokenizer_metrics_custom_labels_header tokenizer_mode tokenizer_path tool_call_parser tool_server
             torchao_config trace_modules unified_cache_external_linker_backend uno_lora_path warmups
-            watermark_config weight_cache_mode weight_cache_socket weight_version custom_pull_weights_pre_read_hook
+            watermark_config weight_cache_mode weight_cache_socket weight_version
         """,
         "int": """
             asr_max_buffer_seconds asr_max_concurrent_sessions attn_cp_size attn_dp_size batch_notify_size

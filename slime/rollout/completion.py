@@ -31,6 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
+KEYED_POLICIES = ("consistent_hashing", "manual")
+"""Policies of the router that keep the requests of one key on one engine."""
 TRACED = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
 
 
@@ -120,7 +122,7 @@ async def _request(context: RolloutContext, turn: RolloutTurn, sample: Sample, d
         workers = await context.client.healthy_worker_urls()
         base_url = workers[zlib.crc32((sample.session_id or "").encode()) % len(workers)]
     headers = None
-    if sample.session_id and args.router_policy == "consistent_hashing":
+    if sample.session_id and args.router_policy in KEYED_POLICIES:
         headers = {ROUTING_HEADER: sample.session_id}
     with trace_span(sample, "sglang_generate") as span:
         read = partial(_read_reply, args, replay, params.get("max_new_tokens"))

@@ -8,6 +8,7 @@ leaves nothing that a reader takes for a version.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from slime.weights.tensor_bytes import read_header
 _save_file = cast(Any, safetensors.numpy).save_file
 _SHARD_BYTES = 2**30
 _ASIDE = ".{}.incomplete"
+_VERSION = re.compile(r"weight_v\d{6,}")
+_LEFTOVER = re.compile(r"\.weight_v\d{6,}\.(incomplete|retired)")
 _ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite")
 _CHECKSUMS: tuple[ChecksumFormat, ...] = ("xxh3-128", "blake3", "adler32")
 
@@ -35,12 +38,19 @@ def version_dir(disk_dir: Path, version: int) -> Path:
     return disk_dir / f"weight_v{version:06d}"
 
 
+def remove_unfinished(disk_dir: Path) -> None:
+    """Remove what writers left that were killed; versions and other files stay."""
+    for path in disk_dir.glob(".weight_v*"):
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
 def remove_versions(disk_dir: Path) -> None:
     """Remove what an earlier run published or left unfinished; other files stay."""
-    for pattern in ("weight_v*", ".weight_v*.incomplete", ".weight_v*.retired"):
-        for path in disk_dir.glob(pattern):
-            if path.name.removesuffix(".incomplete").removesuffix(".retired").lstrip(".")[len("weight_v") :].isdigit():
-                shutil.rmtree(path)
+    remove_unfinished(disk_dir)
+    for path in disk_dir.glob("weight_v*"):
+        if _VERSION.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

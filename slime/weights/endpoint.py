@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from slime.weights.pull_request import HostPull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class EngineEndpoint:
         trainer_ranks: Training ranks on the same slots, in the order of the engine's own; empty if it shares none.
         model_path: Model directory that it was started with; None if that is not known.
         local_dir: Directory on its host where it keeps a checkpoint of its own.
+        pull: Brings that directory up to a published version; None where no process of the run is on its host.
     """
 
     url: str
@@ -31,3 +34,4 @@ class EngineEndpoint:
     trainer_ranks: tuple[int, ...] = ()
     model_path: str | None = None
     local_dir: str | None = None
+    pull: HostPull | None = field(default=None, compare=False, repr=False)

@@ -17,9 +17,8 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from slime.errors import CheckpointError, PluginError, WaitTimeoutError, WeightSyncError
 from slime.files import write_atomically
@@ -27,68 +26,17 @@ from slime.plugins import load_plugin
 from slime.weights.delta_encoding import apply, checksum
 from slime.weights.delta_files import DeltaReader, version_dir
 from slime.weights.hf_files import INDEX
+from slime.weights.pull_request import PullReport, PullRequest
 from slime.weights.tensor_bytes import TensorPlace, tensor_places
 
 logger = logging.getLogger(__name__)
 
-PRE_READ_HOOK_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
+PRE_READ_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
 
 _SYNC_DIR = ".weight_sync"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOCK_POLL_SECONDS = 0.05
 _VISIBLE_POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullRequest:
-    """What a host's directory shall become.
-
-    Args:
-        local_dir: The directory on the host.
-        base_dir: Complete checkpoint that the sequence of versions starts from; every host can read it.
-        base_version: Its version.
-        disk_dir: Shared directory with the deltas after it.
-        version: The wanted version; with ``base_version`` only the base is copied.
-        chain: Names the sequence; a directory of another one starts from the base.
-        timeout_seconds: For other pulls of the same host to end.
-        visible_seconds: For a published file to be seen here.
-        pre_read_hook: Path of a function that is called with each directory before it is read.
-    """
-
-    local_dir: str
-    base_dir: str
-    base_version: int
-    disk_dir: str
-    version: int
-    chain: str
-    timeout_seconds: float
-    visible_seconds: float = 60.0  # longer than the attribute caches of network file systems
-    pre_read_hook: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullReport:
-    """What one pull did.
-
-    Args:
-        host: Where.
-        copied_bytes: Of the base; 0 if the directory was of this sequence already.
-        patched_tensors: Over all versions that were applied.
-        seconds: With the wait for the lock.
-    """
-
-    host: str
-    copied_bytes: int
-    patched_tensors: int
-    seconds: float
-
-
-class HostPull(Protocol):
-    """Pulls on every host of one engine; pickles, so that the trainer can call it."""
-
-    def __call__(self, request: PullRequest, /) -> list[PullReport]:
-        """Pull on all hosts at the same time; raises what the first that fails raised."""
-        ...
 
 
 def pull(request: PullRequest) -> PullReport:
@@ -220,8 +168,9 @@ def _locked(local: Path, timeout_seconds: float) -> Generator[None]:
 def _claim(local: Path) -> None:
     """Make the directory ours; one that holds somebody else's files is refused, because a pull replaces files."""
     sync = local / _SYNC_DIR
-    is_used = local.is_dir() and any(local.iterdir())
-    if is_used and not sync.is_dir():  # in this order: another pull may be claiming it at this moment
+    # In this order: another pull of the host makes the one before any of the others.
+    has_files = local.is_dir() and any(local.iterdir())
+    if has_files and not sync.is_dir():
         raise WeightSyncError(
             f"--update-weight-local-checkpoint-dir {local} holds files that no weight sync wrote; name an empty or "
             "new directory"
@@ -263,7 +212,7 @@ def _wait_visible(path: Path, seconds: float) -> None:
 def _pre_read_hook(path: str | None) -> Callable[[str], object]:
     if path is None:
         return lambda _: None
-    return cast("Callable[[str], object]", load_plugin(path, flag=PRE_READ_HOOK_FLAG))
+    return cast("Callable[[str], object]", load_plugin(path, flag=PRE_READ_FLAG))
 
 
 def _explained(error: Exception, local: Path) -> str:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Protocol
 
 from slime.config import Config
-from slime.errors import ConfigError
 from slime.weights.endpoint import EngineEndpoint
+from slime.weights.file_updaters import file_updater
 from slime.weights.pause import pause_mode_for
 from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.streamed import StreamedUpdater, StreamSettings
@@ -73,21 +73,16 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
     Args:
         config: The resolved configuration.
         place: The rank.
-
-    Raises:
-        ConfigError: This version does not have that way.
     """
     weights = config.weights
-    if weights.update_weight_mode == "delta":
-        raise ConfigError("--update-weight-mode delta is not available in this version; use full")
-    if weights.update_weight_transport == "disk":
-        raise ConfigError("--update-weight-transport disk is not available in this version; leave it out")
     assert config.hf is not None, "a training configuration has a checkpoint"
     verifiers = Verifiers(
         model=config.hf.config,
         timeout_seconds=weights.weight_sync_timeout_seconds,
         check_equal=weights.check_weight_update_equal,
     )
+    if weights.update_weight_transport == "disk":  # whole checkpoints, or deltas
+        return file_updater(config, rank=place.rank, world_size=place.world_size, verifier=verifiers.of)
     is_cuda = config.cluster.device == "cuda"
     settings = StreamSettings(
         is_cuda=is_cuda,

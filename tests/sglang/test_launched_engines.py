@@ -20,7 +20,7 @@ from slime.engines.features import ask_server_info
 from slime.http_control import request
 from tests.support.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def config(model: Path) -> Config:
         cluster=ClusterConfig(device="cpu", rollout_num_gpus=2, rollout_num_gpus_per_engine=2),
         train=TrainConfig(precision="fp32"),
         rollout=RolloutConfig(hf_checkpoint=str(model)),
-        engine=EngineConfig(engine_start_timeout_seconds=200, rollout_backend="sglang"),
+        engine=EngineConfig(engine_start_timeout_seconds=400, rollout_backend="sglang"),
         sglang={"max_total_tokens": 4096, "max_running_requests": 8},
         debug=DebugConfig(debug_rollout_only=True),
     )

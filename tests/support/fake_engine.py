@@ -72,6 +72,7 @@ class FakeEngine:
         self.max_running = 0
         self.weight_version = "1"
         self.ignore_aborts = False
+        self.bare_aborts = False  # answer an abort without log-probs, as SGLang does for what waits in its queue
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._aborted = asyncio.Event()
@@ -166,6 +167,8 @@ class FakeEngine:
             "weight_version": version,
             "output_token_logprobs": [[-0.5 - i / 100, t, None] for i, t in enumerate(answer.token_ids)],
         }
+        if aborted and self.bare_aborts:
+            del meta["output_token_logprobs"]
         if self.sampling_masks and body.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = [[t, 7] for t in answer.token_ids]
             meta["output_token_sampling_logprobs"] = [-0.25 - i / 100 for i in range(len(answer.token_ids))]

@@ -237,6 +237,11 @@ class MegatronWorker:
         self._weights_changed = False
         return metrics
 
+    def continue_version(self, version: int) -> None:
+        """Take the loaded weights for those that the engines have as ``version``. Not collective."""
+        self.weight_version = version
+        self._weights_changed = False
+
     def sleep(self) -> None:
         """Leave the device to the engines. Until the next ``wake_up`` or ``hold_parameters`` nothing else works."""
         self._keep("sleep")

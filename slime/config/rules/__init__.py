@@ -26,11 +26,14 @@ from slime.config.rules.objective import check_objective
 from slime.config.rules.outputs import resolve_outputs
 from slime.config.rules.placement import resolve_placement
 from slime.config.rules.recovery import check_recovery
+from slime.config.rules.release import resolve_release
 from slime.config.rules.sampling import check_sampling
 from slime.config.rules.supervised import resolve_supervised
+from slime.config.rules.weight_files import check_weight_files
 
 RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_supervised,
+    resolve_release,
     resolve_outputs,
     resolve_deployment,
     resolve_external_engines,
@@ -47,6 +50,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     check_recovery,
     resolve_evaluation,
     check_sampling,
+    check_weight_files,
     check_idle,
     check_availability,
 )

@@ -17,18 +17,8 @@ _DEFAULT_ONLY: tuple[Any, ...] = ()
 
 AVAILABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     # Placement and processes
-    "release_train": _DEFAULT_ONLY,
     "use_distributed_post": _DEFAULT_ONLY,
     "http_proxy": _DEFAULT_ONLY,
-    # Weight synchronisation
-    "update_weight_mode": _DEFAULT_ONLY,
-    "update_weight_transport": ("nccl", "broadcast"),
-    "update_weight_disk_dir": _DEFAULT_ONLY,
-    "update_weight_disk_keep_files": _DEFAULT_ONLY,
-    "update_weight_delta_encoding": _DEFAULT_ONLY,
-    "update_weight_delta_checksum": _DEFAULT_ONLY,
-    "update_weight_local_checkpoint_dir": _DEFAULT_ONLY,
-    "custom_update_weight_post_write_path": _DEFAULT_ONLY,
     # Rollout data
     "rollout_data_transport": _DEFAULT_ONLY,
     "rollout_buffer_url": _DEFAULT_ONLY,

@@ -56,7 +56,7 @@ class ClusterConfig(Section):
         doc="Seconds an engine has to answer a check; two failures in a row count. SGLang needs one at least.",
     )
     rollout_health_check_first_wait: float = flag(
-        0.0, at_least=0, doc="Seconds after engines started, woke or got weights before the first check."
+        0.0, at_least=0, doc="Seconds after engines started, woke or got weights before the first interval begins."
     )
     cluster_start_timeout_seconds: float = flag(
         300.0, above=0, doc="Bound on starting Ray and getting the requested resources."

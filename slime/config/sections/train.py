@@ -72,7 +72,11 @@ class TrainConfig(Section):
     freeze_indexer: bool = flag(False, doc="Freeze the indexer weights of DSA attention.")
     allgather_cp: bool = flag(False, doc="Contiguous context-parallel layout instead of zig-zag (DSA models only).")
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag("fla", doc="Gated-delta-net kernel of Qwen linear attention.")
-    release_train: bool = flag(False, doc="End the training processes while generating.")
+    release_train: bool = flag(
+        False,
+        doc="End the training processes while engines generate; new ones continue from the checkpoint of every step. "
+        "Needs --save and --update-weight-transport disk.",
+    )
     mtp_num_layers: int | None = flag(None, at_least=0, doc="Multi-token-prediction layers of the model.")
     enable_mtp_training: bool = flag(False, doc="Train the multi-token-prediction layers.")
     mtp_loss_scaling_factor: float = flag(0.2, doc="Weight of the multi-token-prediction loss.")

@@ -17,20 +17,33 @@ class WeightsConfig(Section):
         "nccl",
         doc="Carrier of a full synchronisation. nccl: engines that share memory with the trainer (--colocate; on a CPU "
         "those of the same machine) read it there, the others get an NCCL broadcast. broadcast: a process group in any "
-        "case, over gloo on a CPU.",
+        "case, over gloo on a CPU. disk: files, whole checkpoints or (--update-weight-mode delta) what changed.",
     )
-    update_weight_disk_dir: str | None = flag(None, doc="Shared directory of the disk transport.")
-    update_weight_disk_keep_files: bool = flag(False, doc="Keep published versions on disk.")
-    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", doc="Form of a delta.")
+    update_weight_disk_dir: str | None = flag(
+        None, doc="Directory of published versions, on a disk that the trainer writes and every engine's host reads."
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False, doc="Keep whole checkpoints on disk after the engines have loaded them; deltas always stay."
+    )
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag(
+        "xor", doc="Form of a delta: old ^ new of every byte, or positions and values of the bytes that changed."
+    )
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
-        "xxh3-128", doc="Checksum per tensor in delta files."
+        "xxh3-128", doc="Checksum per tensor in delta files; each host compares it after patching."
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, doc="Directory on each engine's host holding the checkpoint that deltas patch."
+        None,
+        doc="Directory on each engine's host for a checkpoint of its own: deltas patch it, whole checkpoints are "
+        "copied into it. Empty or new at first.",
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
         doc="Hook (args, version_dir, rollout_engines), called on every training rank after a version is written.",
+    )
+    sglang_custom_pull_weights_pre_read_hook: str | None = flag(
+        None,
+        doc="Hook (directory), called on each engine's host before it reads a published version or the checkpoint "
+        "that deltas start from.",
     )
     update_weight_buffer_size: int = flag(536870912, at_least=1, doc="Bytes of one bucket of weights.")
     update_weights_interval: int = flag(1, at_least=1, doc="Synchronise the engines after every N trained rollouts.")

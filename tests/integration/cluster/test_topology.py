@@ -17,16 +17,19 @@ import pytest
 from slime.cluster.engines import EngineGroup
 from slime.cluster.placement import Placement
 from slime.cluster.ports import PortBook
-from slime.cluster.process import responds
+from slime.cluster.process import ServerProcess, responds
 from slime.cluster.ray_session import guarded_processes, ray_session
-from slime.cluster.registration import Registration, register, workers
+from slime.cluster.registration import Registration, deregister, register, workers
+from slime.cluster.router import router_command, router_values
 from slime.config import ClusterConfig, Config, DebugConfig, EngineConfig, RolloutConfig, TrainConfig
 from slime.config.deployment import ModelDeployment, ServerGroup
 from slime.config.external import read_external
 from slime.engines.features import ask_server_info
 from slime.errors import EngineError
 from slime.http_control import request
+from slime.observability.watchdog import wait_until
 from tests.support.engine_process import engine_process, router_process
+from tests.support.gloo import free_port
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
@@ -71,6 +74,16 @@ def running(config: Config, log_dir: Path, ports: PortBook | None = None) -> Ite
     finally:
         group.close()
         placement.close()
+
+
+def wait_for_workers(router_url: str, urls: list[str]) -> None:
+    """The router takes engines out of its list some time after it was told to."""
+    wait_until(
+        lambda: [w["url"] for w in workers(router_url, 10)] == urls,
+        waiter="the test",
+        waited_for=f"the router to list {urls}",
+        timeout_seconds=20,
+    )
 
 
 def url_of(address: tuple[str, int]) -> str:
@@ -163,7 +176,39 @@ def test_engines_and_a_router_that_ran_before_run_on_afterwards(models: tuple[Pa
             assert {w["url"] for w in workers(router, 10)} == {first, second}
             assert len(request(f"{router}/generate", PAYLOAD, timeout_seconds=30)["output_ids"]) == 2
         assert all(responds(f"{url}/model_info") for url in (first, second))
-        assert workers(router, 10) == []
+        wait_for_workers(router, [])
+
+
+@contextmanager
+def product_router(log_path: Path, **values: Any) -> Iterator[str]:
+    """The router process of the product, without a run around it."""
+    port = free_port()
+    config = Config(router={"policy": values.pop("policy", "round_robin")})
+    command = router_command(router_values(config, host="127.0.0.1", port=port, prometheus_port=free_port(), **values))
+    process = ServerProcess("router", command, log_path=log_path, env={})
+    try:
+        process.wait_ready(f"http://127.0.0.1:{port}/liveness", timeout_seconds=60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stop()
+
+
+def test_what_the_router_keeps_of_an_engine(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Kinds and bootstrap ports as it lists them; keys of sessions; engines that were taken out are gone."""
+    flags = ("--max-total-tokens", "4096", "--weight-version")
+    with engine_process(models[0], *flags, "one") as first, engine_process(models[0], *flags, "two") as second:
+        with product_router(tmp_path / "pd.log", disaggregated=True) as router:
+            prefill = Registration(url=first, worker_type="prefill", bootstrap_port=9001)
+            register(router, [prefill, Registration(url=second, worker_type="decode")], timeout_seconds=30)
+            listed = {w["url"]: (w["worker_type"], w.get("bootstrap_port")) for w in workers(router, 10)}
+            assert listed == {first: ("prefill", 9001), second: ("decode", None)}
+        with product_router(tmp_path / "manual.log", policy="manual") as router:
+            register(router, [Registration(url=first), Registration(url=second)], timeout_seconds=30)
+            served = engines_of_sessions(router)
+            assert [session for session, engines in served.items() if len(engines) > 1] == []
+            assert set().union(*served.values()) == {"one", "two"}
+            deregister(router, [first])
+            wait_for_workers(router, [second])
 
 
 def test_a_prefill_engine_needs_its_bootstrap_port() -> None:

@@ -111,20 +111,20 @@ def test_nothing_is_asked_before_resume_and_after_pause(server):
         assert len(server.asked) == before
 
 
-def test_after_each_resume_the_first_wait_passes(server):
-    with monitor({"engine 0": server.url}, first_wait=0.2) as (checks, _):
+def test_after_each_resume_the_first_wait_and_an_interval_pass(server):
+    with monitor({"engine 0": server.url}, interval=0.15, first_wait=0.1) as (checks, _):
         for _ in range(2):
             server.asked.clear()
             resumed = time.monotonic()
             checks.resume()
             checks.resume()  # it asks already: no second wait
             wait_until(lambda: server.asked)
-            assert server.asked[0] - resumed >= 0.2
+            assert server.asked[0] - resumed >= 0.25
             checks.pause()
 
 
 def test_what_was_under_way_when_the_checks_were_paused_is_dropped(server):
-    with monitor({"engine 0": server.url}, interval=9.0) as (checks, failed):
+    with monitor({"engine 0": server.url}, interval=0.5) as (checks, failed):
         server.answers = [0.2, 0.2]
         checks.resume()
         wait_until(lambda: server.asked)

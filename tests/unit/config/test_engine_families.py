@@ -24,7 +24,7 @@ _SHIPPED = """
     tool-call-parser reasoning-parser mamba-scheduler-strategy enable-fp32-moe-router
     enable-deterministic-inference chunked-prefill-size max-prefill-tokens fp8-gemm-runner-backend dist-timeout
     disable-prefill-cuda-graph disable-piecewise-cuda-graph disable-overlap-schedule
-    debug-tensor-dump-output-folder debug-tensor-dump-layers custom-pull-weights-pre-read-hook context-length
+    debug-tensor-dump-output-folder debug-tensor-dump-layers context-length
     log-level
 """
 

@@ -26,9 +26,9 @@ def load(name: str) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("82", 1.0), ("37 or 82", 1.0), ("82 is larger than 37", 0.0), ("", 0.0), ("larger", 0.0), ("182", 0.0)],
+    [("82", 1.0), ("It is 82.", 1.0), ("37 or 82", 0.0), ("82 or 82", 0.0), ("37", 0.0), ("", 0.0), ("182", 0.0)],
 )
-async def test_reward_is_the_last_number(response: str, reward: float) -> None:
+async def test_reward_is_for_the_larger_number_and_no_other(response: str, reward: float) -> None:
     sample = Sample(prompt="37 or 82", response=response, label="82")
     assert await load("reward").custom_rm(None, sample) == reward
 

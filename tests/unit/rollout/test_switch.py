@@ -78,6 +78,18 @@ def test_a_given_seed_is_kept_for_the_first_part_only(model_path, engine):
     assert seeds[1] == seeds[3] != 7
 
 
+def test_an_aborted_answer_without_log_probs_is_asked_for_again(model_path, engine):
+    switching(engine, cuts=1)
+    engine.bare_aborts = True
+    flags = {"n_samples_per_prompt": 1, "rollout_batch_size": 1, "rollout_max_response_len": 6}
+    with open_context(model_path, engine.url, **flags) as context:
+        sample = rollout(context, ListSource(["ab"], 1)).samples[0][0]
+    first, second = engine.requests
+    assert first == second
+    assert sample.weight_version_spans == spans(("2", 0, 6))
+    assert len(sample.rollout_log_probs) == 6
+
+
 def test_the_end_of_a_rollout_continues_nothing(model_path, engine):
     engine.answer = lambda ids, params: Answer([65, 66], "AB")
     engine.latency_seconds = LONG

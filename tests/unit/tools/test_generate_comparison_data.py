@@ -13,7 +13,7 @@ from tools.generate_comparison_data import generate_rows
 def asked_numbers(row: dict[str, object]) -> tuple[int, int]:
     messages = row["prompt"]
     assert isinstance(messages, list)
-    match = re.fullmatch(r"(\d+) or (\d+)", messages[-1]["content"])
+    match = re.fullmatch(r"(\d+) and (\d+)", messages[-1]["content"])
     assert match
     return int(match[1]), int(match[2])
 

@@ -82,10 +82,10 @@ def test_an_unfinished_version_is_not_there_and_is_replaced(tmp_path: Path) -> N
 def test_old_versions_are_removed_and_nothing_else(tmp_path: Path) -> None:
     writer(tmp_path, 1).finish()
     writer(tmp_path, 2)
-    for name in ("weight_v1_of_a_user", "notes.txt"):
+    for name in ("weight_v000001_of_a_user", "notes.txt"):
         (tmp_path / name).write_text("mine")
     remove_versions(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "weight_v1_of_a_user"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "weight_v000001_of_a_user"]
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from slime.errors import WaitTimeoutError, WeightSyncError
 from slime.weights import host_pull
 from slime.weights.delta_files import DeltaWriter
-from slime.weights.host_pull import PullRequest, pull
+from slime.weights.host_pull import pull
+from slime.weights.pull_request import PullReport, PullRequest
 
 Weights = dict[str, torch.Tensor]
 
@@ -246,9 +247,25 @@ def test_a_pull_killed_between_two_tensors_starts_over(publisher: Publisher, sur
     assert same(held(publisher.local), publisher.weights)
 
 
+def test_the_first_pull_of_a_host_may_meet_another(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sees a new directory, the other makes it its own before the first has looked what is in it."""
+    real = Path.is_dir
+
+    def is_dir(path: Path) -> bool:
+        found = real(path)
+        if path == publisher.local and not found:
+            monkeypatch.setattr(Path, "is_dir", real)
+            pull(publisher.request())
+            return True
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert pull(publisher.request()).copied_bytes == 0
+
+
 def test_pulls_of_one_host_take_turns(publisher: Publisher) -> None:
     publisher.publish("a", "b")
-    reports: list[host_pull.PullReport] = []
+    reports: list[PullReport] = []
     threads = [threading.Thread(target=lambda: reports.append(pull(publisher.request()))) for _ in range(4)]
     for thread in threads:
         thread.start()
