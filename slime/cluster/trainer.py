@@ -355,14 +355,20 @@ class TrainerGroup:
 
     def _wait(self, refs: list[Any], doing: str, limit: float, check: Callable[[], None] | None = None) -> list[Any]:
         self._in_flight = refs
-        values = waits.get_all(
-            refs,
-            waited_for=[f"{self._name} rank {rank} to {doing}" for rank in range(len(refs))],
-            timeout_seconds=limit,
-            check=check,
-            on_death=self._death,
-            on_timeout=self._stuck,
-        )
+        try:
+            values = waits.get_all(
+                refs,
+                waited_for=[f"{self._name} rank {rank} to {doing}" for rank in range(len(refs))],
+                timeout_seconds=limit,
+                check=check,
+                on_death=self._death,
+                on_timeout=self._stuck,
+            )
+        except TrainerError as error:
+            stopped = self._stopped()  # what the others report is then only the consequence
+            if not stopped:
+                raise
+            raise TrainerError(f"{error}\n{stopped}") from None
         self._in_flight = []
         return values
 
@@ -372,12 +378,21 @@ class TrainerGroup:
     def _stuck(self, ranks: list[int]) -> str:
         stuck = {rank: self._processes[rank] for rank in ranks if rank < len(self._processes)}
         asked = waits.request_stacks(list(stuck.values()))
-        return "\n".join(
+        lines = [
             f"stacks of rank {rank} are in {self._settings[rank].log_path}"
             if process in asked
             else f"rank {rank} is process {process.pid} of node {process.node_id}; kill -{waits.STACK_SIGNAL.name} "
             f"{process.pid} there writes its stacks into {self._settings[rank].log_path}"
             for rank, process in stuck.items()
+        ]
+        return "\n".join(filter(None, [self._stopped(), *lines]))
+
+    def _stopped(self) -> str:
+        """Which ranks were stopped by a signal, of those on this node."""
+        return "\n".join(
+            f"{self._name} rank {rank} is stopped; kill -CONT {process.pid} lets it go on"
+            for rank, process in enumerate(self._processes)
+            if waits.is_stopped(process)
         )
 
     @staticmethod

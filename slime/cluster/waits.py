@@ -11,8 +11,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from slime.errors import SlimeError, TrainerError
 from slime.observability.watchdog import expired
 
 POLL_SECONDS = 1.0
+_DEATH_SECONDS = 2.0
 STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -70,7 +72,10 @@ def get_all(
         done, pending = ray.wait(pending, num_returns=1, timeout=min(POLL_SECONDS, max(deadline - time.monotonic(), 0)))
         for ref in done:
             i = positions[ref]
-            values[i] = _value(ref, i, waited_for[i], on_death)
+            try:
+                values[i] = _value(ref, i, waited_for[i], on_death)
+            except SlimeError as error:
+                raise _death_among(pending, positions, on_death) or error from None
         if done:
             continue
         if check is not None:
@@ -84,6 +89,23 @@ def get_all(
                 details=on_timeout(open_positions) if on_timeout else "",
             )
     return [values[i] for i in range(len(refs))]
+
+
+def _death_among(
+    pending: Sequence[Any], positions: Mapping[Any, int], on_death: Callable[[int], SlimeError] | None
+) -> SlimeError | None:
+    """The error of a call whose process died: what those report that were talking to it is only the consequence."""
+    if on_death is None or not pending:
+        return None
+    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_DEATH_SECONDS)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayActorError:
+            return on_death(positions[ref])
+        except RayError:
+            continue
+    return None
 
 
 def _value(ref: Any, position: int, waited_for: str, on_death: Callable[[int], SlimeError] | None) -> Any:
@@ -136,3 +158,14 @@ def request_stacks(processes: Sequence[Process]) -> list[Process]:
             os.kill(process.pid, STACK_SIGNAL)
             asked.append(process)
     return asked
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether a process of this node was stopped by a signal, so that it neither works nor answers."""
+    if process.node_id != ray.get_runtime_context().get_node_id():
+        return False
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"

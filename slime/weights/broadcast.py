@@ -81,21 +81,18 @@ class BroadcastChannel:
         """Lay a piece out and begin to send it; a failure is kept for ``finish``."""
         if self._failure is not None:
             return
-        # Elements of the largest size first: every tensor is then aligned without gaps, which engines do not expect.
-        ordered = sorted(piece, key=lambda item: -item[1].element_size())
-        size = sum(tensor.nbytes for _, tensor in ordered)
+        size = sum(tensor.nbytes for _, tensor in piece)
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
-        message = {
-            "names": [name for name, _ in ordered],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-            "shapes": [list(tensor.shape) for _, tensor in ordered],
+        flat, layout = laid_out(piece)
+        message = layout | {
             "group_name": GROUP_NAME,
             "load_format": LOAD_FORMAT,
             "flush_cache": False,  # done before the update, and nothing was computed since
             "weight_version": version,
         }
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()  # another thread sends it
         self._wait_for_answers()
         if self._failure is None:
             self._sent_bytes = size
@@ -210,6 +207,23 @@ class BroadcastChannel:
         group, self._group = self._group, None
         if group is not None:
             leave_group(group)
+
+
+def laid_out(piece: Bucket) -> tuple[Tensor, dict[str, Any]]:
+    """The bytes of a piece without gaps, which engines do not expect, and the order in which they lie.
+
+    Elements of the largest size come first: every tensor is then aligned.
+
+    Returns:
+        ``[bytes]`` uint8, and names, dtypes and shapes.
+    """
+    ordered = sorted(piece, key=lambda item: -item[1].element_size())
+    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+    return flat, {
+        "names": [name for name, _ in ordered],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+        "shapes": [list(tensor.shape) for _, tensor in ordered],
+    }
 
 
 def _address_towards(endpoints: Sequence[EngineEndpoint]) -> str:

@@ -22,6 +22,11 @@ class StandInWorker:
         if behaviour == "die":
             os.write(2, b"about to run out of memory\n")
             os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if behaviour == "lose a peer":
+            time.sleep(0.5)
+            raise RuntimeError("Connection closed by peer")
         if behaviour == "hang":
             time.sleep(60)
         return {"train/loss": 0.5} if self.rank == 0 else {}

@@ -72,6 +72,20 @@ def test_a_hung_rank_is_a_bounded_wait_with_its_stack_in_its_log(group, tmp_path
     assert "standins.py" in (tmp_path / "trainer_0.log").read_text()
 
 
+def test_a_rank_that_died_is_named_and_not_the_one_that_noticed(group):
+    with pytest.raises(TrainerError, match=r"(?s)^trainer rank 1 of 2 died.*about to run out of memory"):
+        group.train(ray.put({0: "raise", 1: "die"}), 4)
+
+
+def test_a_frozen_rank_is_named_whoever_reports_first(group):
+    with pytest.raises(
+        TrainerError, match=r"(?s)rank 0 .* failed: RuntimeError: Conn.*trainer rank 1 is stopped; kill -CONT \d+"
+    ):
+        group.train(ray.put({0: "lose a peer", 1: "freeze"}), 4)
+    with pytest.raises(WaitTimeoutError, match=r"(?s)trainer rank 1 to train.*trainer rank 1 is stopped"):
+        group.train(ray.put({}), 5)
+
+
 def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(session):
     large = dataclasses.replace(CLUSTER, actor_num_gpus_per_node=5)
     layout = dataclasses.replace(CONFIG, cluster=large).layout
