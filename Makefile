@@ -4,14 +4,14 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 SEED ?= 1
-TESTS ?= tests/unit tests/conformance tests/integration tests/e2e/test_train.py tests/e2e/test_ppo.py tests/e2e/test_models.py
+TESTS ?= tests/unit tests/conformance tests/integration tests/e2e/test_train.py tests/e2e/test_ppo.py
 BIN := $(VENV)/bin
 PYTHON_SOURCES := slime tests tools bench examples scripts train.py train_async.py
 export VENV
 # Every run starts dozens of processes that import torch; without bytecode on disk each would compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-dev quickstart test test-parallel test-interrupted test-sglang test-gpu style format bench bench-trl clean
+.PHONY: help setup setup-dev quickstart test test-parallel test-runs test-interrupted test-sglang test-gpu style format bench bench-trl clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ test-gpu: setup-dev ## the same checks in fp32 and bf16 on one CUDA device; each
 test-sglang: ## tests with the real SGLang on the CPU, in an environment of its own
 	@VENV=.venv-sglang PLATFORM=cpu scripts/setup.sh sglang
 	PYTHONPATH=$(CURDIR)/tests/sglang/shim .venv-sglang/bin/python -m pytest tests/sglang tests/conformance
+
+RUNS := $(filter-out tests/e2e/test_train.py tests/e2e/test_ppo.py tests/e2e/test_interrupted.py, $(wildcard tests/e2e/test_*.py))
+test-runs: setup-dev ## whole runs of what is used less often: several models, weights through files, engines that fail
+	$(BIN)/python -m pytest $(RUNS)
 
 test-interrupted: setup-dev ## end whole runs at every stage with signals; nothing may stay behind
 	$(BIN)/python -m pytest tests/e2e/test_interrupted.py
