@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,6 +13,7 @@ from slime.errors import EngineError
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.engine_names import EngineLayout, known_layout
 
+_SHARED_EXPERT = re.compile(r"\.shared_experts?\.")
 _DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -78,8 +80,9 @@ def not_comparable(expected: Mapping[str, str], held: Mapping[str, str]) -> dict
     """Expected tensors that an engine holds otherwise than the table says, and why they cannot be compared."""
     missing = {name: "the engine does not list it" for name in expected if name not in held}
     for name in tuple(missing):
-        if ".shared_experts." in name:  # run as one more of the routed experts
-            prefix = name.partition(".shared_experts.")[0]
+        shared = _SHARED_EXPERT.search(name)
+        if shared is not None:  # run as one more of the routed experts
+            prefix = name[: shared.start()]
             for stacked in (f"{prefix}.experts.w13_weight", f"{prefix}.experts.w2_weight"):
                 missing[stacked] = "the engine holds the shared expert in it"
     return missing

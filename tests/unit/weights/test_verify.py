@@ -274,12 +274,13 @@ def test_an_engine_that_cannot_leave_tensors_out_is_not_asked_every_time() -> No
     assert results[-1].deferred == len(weights)
 
 
-def test_experts_that_hold_the_shared_one_are_not_compared() -> None:
-    model = MODEL | {"model_type": "glm4_moe", "n_routed_experts": 1}
+@pytest.mark.parametrize(("family", "shared"), [("glm4_moe", "shared_experts"), ("qwen2_moe", "shared_expert")])
+def test_experts_that_hold_the_shared_one_are_not_compared(family: str, shared: str) -> None:
+    model = MODEL | {"model_type": family, "num_experts": 1}
     prefix = "model.layers.0.mlp."
     parts = {"gate": torch.ones(4, 8), "up": torch.ones(4, 8) * 2}
     sent = {f"{prefix}experts.0.{name}_proj.weight": tensor for name, tensor in parts.items()}
-    sent |= {f"{prefix}shared_experts.{name}_proj.weight": tensor * 3 for name, tensor in parts.items()}
+    sent |= {f"{prefix}{shared}.{name}_proj.weight": tensor * 3 for name, tensor in parts.items()}
     engine = Engine()
     engine.ranks = [{f"{prefix}experts.w13_weight": torch.zeros(2, 8, 8)}]
     with serving(engine) as endpoints:
