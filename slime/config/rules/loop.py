@@ -22,7 +22,7 @@ def check_loop(draft: Draft) -> None:
 def _ahead(draft: Draft) -> None:
     if draft.cluster.colocate:
         draft.problems.append("train_async.py generates while it trains, so --colocate is not possible; use train.py")
-    elif draft.cluster.offload_rollout:
+    if draft.cluster.offload_rollout and draft.given & {"offload", "offload_rollout"}:  # not as --colocate implies it
         draft.problems.append(
             "train_async.py generates while it trains, so the engines keep their memory: remove --offload-rollout "
             "(--offload implies it), or use train.py"

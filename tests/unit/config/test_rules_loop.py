@@ -31,6 +31,10 @@ def test_nothing_takes_turns_with_generation_ahead(problems: Problems, run: Run,
     run(flags)  # a program of a user's own
 
 
+def test_both_are_told_together(problems: Problems) -> None:
+    assert len(problems("--colocate --offload-rollout", surroundings=AHEAD)) == 2
+
+
 def test_flags_of_generation_ahead_are_named_where_there_is_none(run: Run) -> None:
     flags = "--update-weights-during-rollout --async-buffer-size 2"
     said = notices(run(flags, surroundings=IN_TURN))
