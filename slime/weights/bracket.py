@@ -1,8 +1,9 @@
 """What surrounds every weight update, whichever way the weights take.
 
-Owns the order: pause, flush, begin, (send), end, verify, continue; and that after any failure no engine stays paused
-or open for weights. Runs on the rank that leads the update. Tests hold: the order; a pending request is waited for a
-bounded number of times; a failure at any point sends every engine its way out.
+Owns the order: pause, flush, begin, (send), end, verify, continue; and what a failure leaves behind: no engine is open
+for weights, and none goes on, because it may hold parts of two versions. The driver, which knows whether there will be
+another try, lets them go with ``release``. Runs on the rank that leads the update. Tests hold: the order; a pending
+request is waited for a bounded number of times; after a failure at any point no engine is open or generates.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class UpdateBracket:
             self._calls.to_all(api.CONTINUE_GENERATION, {})
         except BaseException:
             seconds = min(max(self._calls.deadline.grace_seconds, _WAY_OUT_SECONDS[0]), _WAY_OUT_SECONDS[1])
-            release(self._calls.endpoints, has_session=self._has_session, timeout_seconds=seconds)
+            release(self._calls.endpoints, has_session=self._has_session, timeout_seconds=seconds, resume=False)
             raise
         self.times = BracketTimes(prepare=opened - started, send=sent - opened, finish=time.monotonic() - sent)
 
@@ -165,18 +166,23 @@ class UpdateBracket:
             self._calls.call(endpoint, api.END_WEIGHT_UPDATE, {})
 
 
-def release(endpoints: Sequence[EngineEndpoint], *, has_session: bool, timeout_seconds: float) -> None:
-    """Let engines go on after a failed update: one left paused would hang its clients, one left open refuse the next.
+def release(
+    endpoints: Sequence[EngineEndpoint], *, has_session: bool, timeout_seconds: float, resume: bool = True
+) -> None:
+    """Let engines go after a failed update: one left open refuses the next, one left paused hangs its clients.
 
     Args:
         endpoints: The engines; one that does not answer is left alone.
         has_session: Whether to close the update as well.
         timeout_seconds: For each of at most two requests.
+        resume: Whether they generate again. Not before another update, if some may hold parts of the failed one.
     """
     calls = EngineCalls(endpoints, Deadline(timeout_seconds))
+    paths = [api.END_WEIGHT_UPDATE] if has_session else []
+    paths += [api.CONTINUE_GENERATION] if resume else []
 
     def let_go(endpoint: EngineEndpoint) -> None:
-        for path in (*((api.END_WEIGHT_UPDATE,) if has_session else ()), api.CONTINUE_GENERATION):
+        for path in paths:
             try:
                 calls.call(endpoint, path, {}, timeout_seconds=timeout_seconds)
             except SlimeError as error:

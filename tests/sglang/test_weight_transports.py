@@ -61,7 +61,7 @@ def test_servers_of_one_and_two_processes_take_new_weights(
         assert (got - torch.as_tensor(expected)).abs().max() <= TOLERANCE
 
 
-def test_a_refused_tensor_leaves_the_servers_alive_and_unpaused(urls: list[str], model_path: Path) -> None:
+def test_a_refused_tensor_leaves_the_servers_alive_and_ready(urls: list[str], model_path: Path) -> None:
     """By broadcast: of tensors in memory SGLang takes the shapes on trust and dies of a wrong one."""
     with (
         updater_of(urls, carrier="broadcast", backend="sglang") as updater,

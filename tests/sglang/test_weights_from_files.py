@@ -23,6 +23,7 @@ from slime.weights.verify import WeightVerifier
 from tests.sglang.servers import Server, sglang_server
 from tests.sglang.test_server_starts import post
 from tests.support.tiny_models import make_tiny_model, tiny_weights
+from tests.support.weight_updates import let_go
 
 Weights = dict[str, torch.Tensor]
 PROMPT = list(range(20, 52))
@@ -108,4 +109,5 @@ def test_a_directory_it_cannot_see_is_named_and_it_goes_on(server: Server, tmp_p
     blind = updater(whole(tmp_path / "shared", server), server, tmp_path / "unused", hide)
     with pytest.raises(WeightSyncError, match=r"engine 0: .*weight_v000034.*must see this directory"):
         blind.update(iter([list(weights_of(server, 34).items())]), "34")
+    let_go([server.url])
     assert_generates_with(server, weights, "33", tmp_path)

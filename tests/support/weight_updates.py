@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from slime.weights.bracket import release
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.streamed import StreamedUpdater, StreamSettings
 from slime.weights.verify import WeightVerifier
@@ -54,6 +55,11 @@ def updater_of(
         yield updater
     finally:
         updater.close()
+
+
+def let_go(urls: Sequence[str]) -> None:
+    """What the driver does after an update that failed for good."""
+    release(endpoints_of(urls), has_session=True, timeout_seconds=5.0)
 
 
 def shared_memory_files() -> set[str]:

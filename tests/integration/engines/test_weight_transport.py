@@ -21,7 +21,14 @@ from tests.integration.engines.conftest import post
 from tests.support.engine_process import engine_process
 from tests.support.gloo import free_port
 from tests.support.tiny_models import tiny_weights
-from tests.support.weight_updates import as_bucket, endpoints_of, listening_process, shared_memory_files, updater_of
+from tests.support.weight_updates import (
+    as_bucket,
+    endpoints_of,
+    let_go,
+    listening_process,
+    shared_memory_files,
+    updater_of,
+)
 
 BODY = {"input_ids": list(range(30)), "sampling_params": {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}}
 
@@ -122,6 +129,7 @@ def test_an_engine_that_kept_old_values_is_reported(
         monkeypatch.setattr(verifier, "check", overwrite_first)
         with pytest.raises(WeightSyncError, match=rf"(?s)engine 1.*{name}"):
             updater.update([as_bucket(weights)], "17")
+    let_go(engines)
 
 
 @pytest.mark.parametrize("carrier", ["tensor", "broadcast"])
@@ -135,6 +143,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_engine_lives_on(
         ):
             updater.update([[("model.norm.weight", torch.zeros(3))]], "bad")
         assert shared_memory_files() <= files
+        let_go(engines)
         assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
         updater.update([as_bucket(weights_of(model_path, 18))], "18")
 
@@ -170,6 +179,7 @@ def test_a_frozen_engine_is_named_in_time_and_the_others_go_on(
             assert time.monotonic() - started < 4
         finally:
             os.kill(frozen, signal.SIGCONT)
+        let_go(engines)
         assert len(post(engines[0], "/generate", BODY)["output_ids"]) == 10
     assert shared_memory_files() <= files
     weights = weights_of(model_path, 34)

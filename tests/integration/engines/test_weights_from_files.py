@@ -26,6 +26,7 @@ from tests.integration.engines.conftest import post
 from tests.support.engine_process import engine_process
 from tests.support.gloo import Rank, run_ranks
 from tests.support.tiny_models import make_tiny_model, tiny_weights
+from tests.support.weight_updates import let_go
 
 Weights = dict[str, torch.Tensor]
 BODY = {"input_ids": list(range(30)), "sampling_params": {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}}
@@ -308,6 +309,7 @@ def test_a_directory_that_engines_cannot_see_is_named(engines: list[str], model_
     blind.connect(endpoints(engines, None))
     with pytest.raises(WeightSyncError, match=r"engine \d: .*weight_v000002.*must see this directory"):
         blind.update(buckets(initial(model_path, 2)), "2")
+    let_go(engines)
     assert_held(engines, before, "1")
 
 

@@ -11,7 +11,7 @@ import pytest
 from slime.engines import api
 from slime.errors import EngineError, WaitTimeoutError, WeightSyncError
 from slime.http_control import HttpStatusError
-from slime.weights.bracket import UpdateBracket
+from slime.weights.bracket import UpdateBracket, release
 from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from tests.support.fake_control import ControlRecorder
@@ -91,40 +91,53 @@ def test_a_request_that_never_ends_is_an_error(engines: list[ControlRecorder], m
     ):
         raise AssertionError("the body must not run")
     assert engines[1].asked.count("/flush_cache") == 60
-    assert [engine.asked[-1] for engine in engines] == ["/continue_generation"] * 2
+    assert [engine.asked[-1] for engine in engines] == ["/end_weight_update"] * 2
 
 
 @pytest.mark.parametrize("route", ORDER)
-def test_after_any_refusal_every_engine_is_sent_its_way_out(engines: list[ControlRecorder], route: str) -> None:
+def test_after_any_refusal_every_engine_is_closed_and_none_goes_on(engines: list[ControlRecorder], route: str) -> None:
     engines[0].answer = lambda path, body: 500 if path == route else 200
     with pytest.raises(HttpStatusError, match=rf"engine 0: .*{route}\S* answered 500"), bracket_of(engines).opened("1"):
         pass
-    assert [engine.asked[-2:] for engine in engines] == [ORDER[3:]] * 2
+    assert [engine.asked[-1] for engine in engines] == ["/end_weight_update"] * 2
+    if route != "/continue_generation":
+        assert not any("/continue_generation" in engine.asked for engine in engines)
 
 
-def test_a_failure_of_the_sender_or_of_the_check_lets_the_engines_go(engines: list[ControlRecorder]) -> None:
+def test_after_a_failure_of_the_sender_or_of_the_check_no_engine_goes_on(engines: list[ControlRecorder]) -> None:
     with pytest.raises(ZeroDivisionError), bracket_of(engines).opened("1"):
         raise ZeroDivisionError
 
     def differs(version: str, *, send_seconds: float) -> None:
         raise WeightSyncError("other values")
 
-    assert [engine.asked for engine in engines] == [ORDER] * 2
+    assert [engine.asked for engine in engines] == [ORDER[:4]] * 2
     with pytest.raises(WeightSyncError, match="other values"), bracket_of(engines).opened("1", differs):
         pass
-    assert [engine.asked[5:] for engine in engines] == [[*ORDER[:4], *ORDER[3:]]] * 2
+    assert [engine.asked[4:] for engine in engines] == [[*ORDER[:4], ORDER[3]]] * 2
+
+
+@pytest.mark.parametrize(("has_session", "resume"), [(True, True), (True, False), (False, True)])
+def test_who_knows_that_there_is_no_further_try_lets_them_go(
+    engines: list[ControlRecorder], has_session: bool, resume: bool
+) -> None:
+    engines[0].answer = lambda path, body: 500
+    endpoints = bracket_of(engines)._calls.endpoints
+    release(endpoints, has_session=has_session, timeout_seconds=1.0, resume=resume)
+    expected = [ORDER[3]] * has_session + [ORDER[4]] * resume
+    assert [engine.asked for engine in engines] == [expected] * 2
 
 
 def test_an_engine_that_is_gone_is_named_and_does_not_keep_the_others(engines: list[ControlRecorder]) -> None:
     engines[0].server.server_close()
     with pytest.raises(EngineError, match=r"engine 0: .*cannot be reached"), bracket_of(engines).opened("1"):
         pass
-    assert engines[1].asked[-1] == "/continue_generation"
+    assert engines[1].asked[-1] == "/end_weight_update"
 
 
 def test_a_silent_engine_is_named_in_time(engines: list[ControlRecorder]) -> None:
-    release = threading.Event()
-    engines[1].answer = lambda path, body: 200 + (path == "/pause_generation" and not release.wait(5))
+    over = threading.Event()
+    engines[1].answer = lambda path, body: 200 + (path == "/pause_generation" and not over.wait(5))
     try:
         with (
             pytest.raises(WaitTimeoutError, match=r"engine 1: the trainer waited 0 s for .*pause_generation"),
@@ -132,8 +145,8 @@ def test_a_silent_engine_is_named_in_time(engines: list[ControlRecorder]) -> Non
         ):
             pass
     finally:
-        release.set()
-    assert engines[0].asked[-1] == "/continue_generation"
+        over.set()
+    assert engines[0].asked[-1] == "/end_weight_update"
 
 
 def test_the_routes_are_those_of_the_contract() -> None:
