@@ -152,7 +152,7 @@ async def test_a_router_comes_back_at_its_address_with_its_engines(model, engine
     with watching(model, engines) as (recovery, errors):
         replies, count = await generate_while(engines, lambda: os.kill(pid_of(address), signal.SIGKILL))
         assert Counter(len(reply["output_ids"]) for reply in replies) == {NUM_TOKENS: NUM_REQUESTS}
-        assert count >= NUM_REQUESTS
+        assert count > 0  # those that were in flight
         wait_for(lambda: not recovery.look())
     assert not errors
     assert engines.router_url == address
