@@ -89,7 +89,7 @@ def test_a_server_that_is_gone(server):
 
 
 def test_a_server_is_asked_at_every_interval_and_a_failure_is_told(server):
-    with monitor({"engine 0": server.url}) as (checks, failed):
+    with monitor({"engine 0": server.url}, timeout=1.0) as (checks, failed):
         checks.resume()
         wait_until(lambda: len(server.asked) >= 3)
         assert not failed
