@@ -29,7 +29,7 @@ def refuses(path: str, body: Any) -> int:
 
 def dies(path: str, body: Any) -> int:
     if path == INIT:
-        raise SystemExit
+        raise ConnectionAbortedError
     return 200
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime.errors import WeightSyncError
 from slime.weights.checksum import tensor_checksum
+from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.verify import Verification, Verifiers, WeightVerifier
 
@@ -130,7 +131,7 @@ def serving(*engines: Engine) -> Iterator[list[EngineEndpoint]]:
 
 
 def verifier(endpoints: list[EngineEndpoint], share: float | None = None) -> WeightVerifier:
-    return WeightVerifier(endpoints, model=MODEL, timeout_seconds=10, share=share)
+    return WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=MODEL, share=share)
 
 
 def sync(checker: WeightVerifier, weights: dict[str, Tensor], version: str, send_seconds: float = 10.0) -> Verification:
@@ -284,7 +285,7 @@ def test_experts_that_hold_the_shared_one_are_not_compared(family: str, shared: 
     engine = Engine()
     engine.ranks = [{f"{prefix}experts.w13_weight": torch.zeros(2, 8, 8)}]
     with serving(engine) as endpoints:
-        checker = WeightVerifier(endpoints, model=model, timeout_seconds=10, share=None)
+        checker = WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=model, share=None)
         result = sync(checker, sent, "1")
     assert (result.verified, result.unverified) == (0, 3)
 
@@ -293,9 +294,9 @@ def test_the_first_update_must_bring_what_was_loaded() -> None:
     engines = [Engine(size=2), Engine(is_ours=True)]
     loaded, trained = sent_weights(1), sent_weights(2)
     with serving(*engines) as endpoints:
-        verifiers = Verifiers(model=MODEL, timeout_seconds=10, check_equal=True)
+        verifiers = Verifiers(model=MODEL, check_equal=True)
         for weights in (loaded, trained):  # engines that came later loaded what the trainer no longer has
-            checker = verifiers.of(endpoints)
+            checker = verifiers.of(EngineCalls(endpoints, Deadline(10)))
             for engine in engines:
                 engine.hold(loaded)
                 engine.actions.clear()
@@ -315,7 +316,7 @@ def test_the_first_update_must_bring_what_was_loaded() -> None:
 def test_a_trainer_with_other_weights_than_were_loaded_is_told_of_the_flag() -> None:
     engine = Engine()
     with serving(engine) as endpoints:
-        checker = WeightVerifier(endpoints, model=MODEL, timeout_seconds=10, check_equal=True)
+        checker = WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=MODEL, check_equal=True)
         engine.hold(sent_weights(1))
         checker.begin()
         checker.reset()
