@@ -37,7 +37,7 @@ def main() -> None:
     """Train what the command line asks for."""
     from slime.cli import parse_args
 
-    train(parse_args())
+    train(parse_args(loop="in turn"))
 
 
 if __name__ == "__main__":

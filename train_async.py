@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from slime.cluster.entry import exit_code
-from slime.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime.config import Config
@@ -19,13 +18,6 @@ def train(config: Config) -> None:
     """Run the asynchronous loop from where the loaded checkpoint stopped."""
     from slime.cluster.launch import launch
 
-    if config.cluster.colocate:
-        raise ConfigError("train_async.py generates while it trains, so --colocate is not possible; use train.py")
-    if config.cluster.offload_rollout:
-        raise ConfigError(
-            "train_async.py generates while it trains, so the engines keep their memory: remove --offload-rollout "
-            "(--offload implies it), or use train.py"
-        )
     with launch(config) as run:  # ends everything it started, in reverse order
         run.sync_weights()
         run.evaluate_before_training()
@@ -47,7 +39,7 @@ def main() -> None:
     """Train what the command line asks for."""
     from slime.cli import parse_args
 
-    train(parse_args())
+    train(parse_args(loop="ahead"))
 
 
 if __name__ == "__main__":

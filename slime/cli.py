@@ -13,14 +13,14 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from slime.config import ArgsView, Config
 from slime.config.devices import count_cuda_devices
-from slime.config.draft import Surroundings
+from slime.config.draft import Loop, Surroundings
 from slime.config.engine_families import RECORDED_ROUTER, RECORDED_SGLANG, ArgparseFamily, strict_parser
 from slime.config.engine_flags import SGLANG_OWNED
 from slime.config.families import FlagFamily, MegatronConfig, MegatronContext, PrefixFamily
@@ -32,7 +32,8 @@ from slime.config.router_flags import ROUTER_CHOICES, ROUTER_OWNED
 from slime.config.sglang_names import SGLANG_OLDER
 from slime.data.preflight import preflight as data_preflight
 from slime.engines.features import ask_server_info
-from slime.errors import ConfigError
+from slime.errors import ConfigError, SlimeError
+from slime.http_control import in_parallel
 from slime.plugin_checks import check_plugins
 
 USAGE_ERROR = 2
@@ -41,11 +42,17 @@ _QUERY_SECONDS = 10.0
 CustomArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
-def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: CustomArguments | None = None) -> Config:
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    loop: Loop | None = None,
+    add_custom_arguments: CustomArguments | None = None,
+) -> Config:
     """Parse a command line; end the process where there is nothing to run.
 
     Args:
         argv: Tokens without the program's name; the process's own by default.
+        loop: How the program generates and trains; None leaves out the checks that depend on it.
         add_custom_arguments: Adds flags of your own to a parser; their values appear in ``args``.
 
     Raises:
@@ -56,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: Custo
         sys.stdout.write(help_text(Path(sys.argv[0]).name or "train.py"))
         sys.exit(0)
     try:
-        config = load_config(tokens, add_custom_arguments=add_custom_arguments)
+        config = load_config(tokens, loop=loop, add_custom_arguments=add_custom_arguments)
     except ConfigError as error:
         report_problems(error, sys.stderr)
         sys.exit(USAGE_ERROR)
@@ -73,7 +80,9 @@ def parse_established_args(add_custom_arguments: CustomArguments | None = None) 
     return ArgsView(parse_args(add_custom_arguments=add_custom_arguments))
 
 
-def load_config(argv: Sequence[str], *, add_custom_arguments: CustomArguments | None = None) -> Config:
+def load_config(
+    argv: Sequence[str], *, loop: Loop | None = None, add_custom_arguments: CustomArguments | None = None
+) -> Config:
     """Parse and check a command line with everything that is installed here.
 
     Raises:
@@ -89,7 +98,7 @@ def load_config(argv: Sequence[str], *, add_custom_arguments: CustomArguments | 
         sglang=_engine_family(argv),
         router=_router_family(),
         custom=custom,
-        surroundings=read_surroundings(),
+        surroundings=replace(read_surroundings(), loop=loop),
         preflights=(data_preflight, check_plugins),
     )
 
@@ -129,11 +138,23 @@ def read_surroundings() -> Surroundings:
     return Surroundings(
         num_cuda_devices=0 if _torch_is_cpu_only() else count_cuda_devices(os.environ),
         sglang_installed=importlib.util.find_spec("sglang") is not None,
-        query_engine=partial(ask_server_info, timeout_seconds=_QUERY_SECONDS, waiter="slime"),
+        query_engines=_ask_engines,
         tensorboard_installed=importlib.util.find_spec("tensorboard") is not None,
         joins_cluster="RAY_ADDRESS" in os.environ,
         start_time=time.strftime("%Y%m%d_%H%M%S"),
     )
+
+
+def _ask_engines(urls: Sequence[str]) -> list[Mapping[str, Any] | SlimeError]:
+    """What engines say of themselves, asked at the same time."""
+
+    def ask(url: str) -> Mapping[str, Any] | SlimeError:
+        try:
+            return ask_server_info(url, timeout_seconds=_QUERY_SECONDS, waiter="slime")
+        except SlimeError as error:
+            return error
+
+    return in_parallel(ask, urls)
 
 
 def _torch_is_cpu_only() -> bool:

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 GIB = float(1 << 30)
 
+_WEIGHTS = "weights"
+_REST = ("kv_cache", "cuda_graph")
+
 
 class TrainerMemory(Protocol):
     """The part of the training processes that moves memory."""
@@ -104,7 +107,7 @@ class DeviceTurns:
             self._trainer.hold_parameters()
         if not self._engine_weights:
             assert self._engines is not None
-            self._engines.resume_memory(["weights"])
+            self._engines.resume_memory([_WEIGHTS])
             self._engine_weights = True
         self._note("weights_meet")
 
@@ -118,14 +121,14 @@ class DeviceTurns:
             self._note("trainer_asleep")
         if not self._engine_rest:
             assert self._engines is not None
-            self._engines.resume_memory(["kv_cache", "cuda_graph"])
+            self._engines.resume_memory(list(_REST))
             self._engine_rest = True
             self._note("engines_awake")
 
-    @property
-    def engines_awake(self) -> bool:
-        """Whether all of the engines is there."""
-        return self._engine_rest
+    def released_tags(self) -> tuple[str, ...]:
+        """What engines that move have given away of their memory."""
+        weights = () if self._engine_weights else (_WEIGHTS,)
+        return weights if self._engine_rest else (*weights, *_REST)
 
     def make_room(self) -> None:
         """The trainer leaves while engines are away, since one that starts anew takes all of its memory at first."""

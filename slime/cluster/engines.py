@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ from slime.cluster.trainer import threads_per_process
 from slime.config import Config
 from slime.config.engine_plan import EnginePlan, PlannedEngine, plan_engines
 from slime.errors import SlimeError
+from slime.weights.bracket import release
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.nccl import nccl_environment
 
 logger = logging.getLogger(__name__)
 
 _PORT_ATTEMPTS = 3
+_EXTERNAL_RELEASE_SECONDS = 1.0  # for each of two requests
 
 
 class EngineGroup:
@@ -66,6 +69,7 @@ class EngineGroup:
             planned.model: RouterServer(config, planned, log_dir, local=local) for planned in self.plan.routers
         }
         self._external = external_endpoints(config)
+        self._may_be_paused = False
         self._is_ready = False
         self._router = self.routers[self.plan.default_router.model]
 
@@ -154,6 +158,13 @@ class EngineGroup:
         """Take device memory back."""
         self._to_offloaded("/resume_memory_occupation", {"tags": list(tags) if tags else None})
 
+    @contextmanager
+    def getting_weights(self) -> Generator[None]:
+        """Around an update: if it does not come to its end, ``close`` lets the engines go on that outlive the run."""
+        self._may_be_paused = True
+        yield
+        self._may_be_paused = False
+
     def close(self, timeout_seconds: float = 8.0) -> None:
         """End engines and routers of ours; safe to call twice."""
         for model, router in self.routers.items():
@@ -162,6 +173,8 @@ class EngineGroup:
         hosted = [process for server in self.servers for process in server.processes]
         hosted += [router.process for router in self.routers.values()]
         refs = [ref for process in hosted if (ref := process.stop()) is not None]
+        if self._may_be_paused:  # by a trainer that has ended
+            release(self._external, has_session=True, timeout_seconds=_EXTERNAL_RELEASE_SECONDS)
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout_seconds)
         for process in hosted:

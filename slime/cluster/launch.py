@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,17 +110,7 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
         recovery = Recovery(config, engines, rollout.suspects, weights_wait=trainer is not None)
         stack.callback(recovery.close)
         rollout.watch(recovery.check)
-    reporter = Reporter(
-        init_tracking(tracking_options(config, run_dir)),
-        num_rollout=num_rollout,
-        first_step=first_step,
-        train_steps_per_rollout=config.num_steps_per_rollout if config.logging.wandb_always_use_train_step else None,
-        logprob_monitor=LogprobMonitor(
-            config.algorithm.max_logprob_diff,
-            stop=config.algorithm.max_logprob_diff_action == "stop",
-            facts=partial(logprob_facts, config, engines.urls if engines is not None else ()),
-        ),
-    )
+    reporter = _open_reporter(config, run_dir, engines, first_step)
     stack.callback(reporter.close)
     stack.enter_context(shown(rollout.actor, open_display()))
     return Run(
@@ -135,6 +124,21 @@ def _bring_up(config: Config, run_dir: Path, stack: ExitStack) -> Run:
         num_rollout=num_rollout,
         num_rollout_per_epoch=per_epoch,
         recovery=recovery,
+    )
+
+
+def _open_reporter(config: Config, run_dir: Path, engines: EngineGroup | None, first_step: int) -> Reporter:
+    """Metrics, and the diagnosis of log-probs; that asks an engine of then, which may not be one of the start."""
+    return Reporter(
+        init_tracking(tracking_options(config, run_dir)),
+        num_rollout=config.data.num_rollout or 0,
+        first_step=first_step,
+        train_steps_per_rollout=config.num_steps_per_rollout if config.logging.wandb_always_use_train_step else None,
+        logprob_monitor=LogprobMonitor(
+            config.algorithm.max_logprob_diff,
+            stop=config.algorithm.max_logprob_diff_action == "stop",
+            facts=lambda: logprob_facts(config, engines.urls if engines is not None else ()),
+        ),
     )
 
 

@@ -67,8 +67,8 @@ class Recovery:
         self._error: SlimeError | None = None
         self._bring_weights: Callable[[], None] | None = None
         self._last_failure = ""
+        self._released: Callable[[], Sequence[str]] = _nothing
         self._between = True  # engines get weights or sleep: that none serves is no news
-        self._asleep = False
         self._num_restarts = self._num_reported = 0
         self._monitor = HealthMonitor(
             lambda: self._addresses(lambda server: server.health_url),
@@ -108,6 +108,14 @@ class Recovery:
         """
         self._bring_weights = bring_weights
 
+    def match_memory(self, released: Callable[[], Sequence[str]]) -> None:
+        """Have a new engine give away as much of its device memory as the others have given away.
+
+        Args:
+            released: Tells the tags of it, asked once the new engine is there.
+        """
+        self._released = released
+
     def look(self) -> bool:
         """Look for dead servers; whether any is being replaced.
 
@@ -128,18 +136,15 @@ class Recovery:
                 raise self._error
             return bool(self._replacing)
 
-    def settle(self, *, asleep: bool = False) -> None:
+    def settle(self) -> None:
         """Stop checking, and wait until everything that died is there again, before engines sleep or get weights.
-
-        Args:
-            asleep: Whether engines have given their memory away; a new one does so, too.
 
         Raises:
             EngineError: It is not coming back.
         """
         self._monitor.pause()
         with self._lock:
-            self._between, self._asleep = True, asleep
+            self._between = True
         self._ask_at = time.monotonic() + self._interval_seconds
         while self.look():
             time.sleep(_POLL_SECONDS)
@@ -169,22 +174,17 @@ class Recovery:
     def watch(self) -> None:
         """Check from now on; engines are awake."""
         with self._lock:
-            self._between = self._asleep = False
+            self._between = False
         self._monitor.resume()
 
     def rollout_complete(self) -> dict[str, float]:
-        """Forget the deaths of engines that have served a whole rollout; metrics of the time since the last call."""
+        """Forget the deaths of servers that have served a whole rollout; metrics of the time since the last call."""
         with self._lock:
-            for server in self._engines.servers:
+            for server in self._servers:
                 if server.name not in self._replacing and server not in self._waiting:
                     self._deaths.pop(server.name, None)
             new, self._num_reported = self._num_restarts - self._num_reported, self._num_restarts
         return {"rollout/engine_restarts": float(new)} if self._replaces else {}
-
-    @property
-    def num_restarts(self) -> int:
-        """Servers replaced so far."""
-        return self._num_restarts
 
     def summary(self) -> str | None:
         """One line for the end of a run; None if nothing happened."""
@@ -292,8 +292,8 @@ class Recovery:
         """A new engine serves at once if nobody gives it weights; else it waits for them as the others are."""
         if not self._gets_weights(server):
             self._register(server)
-        elif server.planned.offloaded and self._asleep:
-            for path, body in (("/flush_cache", {}), ("/release_memory_occupation", {"tags": None})):
+        elif server.planned.offloaded and (tags := list(self._released())):
+            for path, body in (("/flush_cache", {}), ("/release_memory_occupation", {"tags": tags})):
                 http_control.request(f"{server.url}{path}", body, timeout_seconds=self._control_seconds)
 
     def _take_finished(self) -> None:
@@ -323,6 +323,11 @@ class Recovery:
             if server.planned.model == router.planned.model and server.planned.worker_type != "encoder"
         ]
         register(router.url, entries, timeout_seconds=self._control_seconds)
+
+
+def _nothing() -> tuple[str, ...]:
+    """Released by engines that keep their memory."""
+    return ()
 
 
 def _alike(one: EngineServer, other: EngineServer) -> bool:

@@ -1,8 +1,8 @@
 """A trainer whose processes end while engines generate: ``--release-train``.
 
-Owns when they are started and ended, and what outlives them in the driver: the weight version and the engines that are
-connected. Everything else they find in the checkpoint that was written before they ended. Tests hold: losses are those
-of a run whose processes stay.
+Owns when they are started and ended, and what outlives them in the driver: the weight version, whether there are newer
+weights, and the engines that are connected. Everything else they find in the checkpoint that was written before they
+ended. Tests hold: losses are those of a run whose processes stay; no two weights get the same version.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class ReleasedTrainer:
         self._trained: int | None = None
         self._saved: int | None = None
         self._version: int | None = None
+        self._news = True  # whether the engines lack the newest weights
         self._endpoints: tuple[EngineEndpoint, ...] = ()
         self._connected = False
 
@@ -58,7 +59,7 @@ class ReleasedTrainer:
     def train(self, batch: Any, rollout_id: int) -> dict[str, float]:
         """Train one rollout."""
         metrics = self._running.train(batch, rollout_id)
-        self._trained = rollout_id
+        self._trained, self._news = rollout_id, True
         return metrics
 
     def step_metrics(self) -> list[dict[str, float]]:
@@ -94,7 +95,7 @@ class ReleasedTrainer:
         if not self._connected:
             self.connect_engines(self._endpoints)
         metrics = self._running.update_weights(check)
-        self._version = self._running.weight_version()
+        self._version, self._news = self._running.weight_version(), False
         return metrics
 
     def drain(self, timeout_seconds: float) -> None:
@@ -141,7 +142,7 @@ class ReleasedTrainer:
                 f"the checkpoint of rollout {self._saved} was to be continued, found that of {first - 1}"
             )
         if self._version is not None:
-            told = self._group.begin("continue_version", self._version)
+            told = self._group.begin("continue_version", self._version, self._news)
             self._group.finish(told, "take over the weight version")
         self._connected = False  # when the next weights are sent: until then engines may be replaced
 

@@ -118,7 +118,7 @@ class Run:
         self._sync = None
         if trainer is not None and engines is not None:
             idle_seconds = config.weights.weight_sync_timeout_seconds
-            self._sync = WeightSync(trainer, engines, recovery, idle_seconds=idle_seconds)
+            self._sync = WeightSync(trainer, engines, recovery, prepare=self._meet, idle_seconds=idle_seconds)
             if recovery is not None and not config.cluster.offload_rollout:  # the trainer need not come back first
                 recovery.bring_weights_with(self._bring_weights)
         self._last_saved: int | None = None
@@ -126,6 +126,8 @@ class Run:
         self._in_background: int | None = None  # its files may still be written
         self._step_started = time.monotonic()
         self._turns = DeviceTurns(config.cluster, trainer, engines, releases_trainer=config.train.release_train)
+        if recovery is not None:
+            recovery.match_memory(self._turns.released_tags)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; each is reported when the loop comes back for the next."""
@@ -158,8 +160,7 @@ class Run:
         if self._sync is None:
             return
         started = time.monotonic()
-        self._settle()
-        self._turns.meet()
+        self._meet()
         metrics = self._sync.send()
         if self._recovery is not None:
             self._recovery.serve()
@@ -173,7 +174,7 @@ class Run:
         """Send the weights once more, while a rollout waits for engines that know none."""
         assert self._sync is not None
         assert self._recovery is not None
-        self._settle()
+        self._meet()
         self._sync.send()
         self._recovery.serve()
         self._to_engines()
@@ -299,6 +300,8 @@ class Run:
         if report.rollout_id == self._last_saved:
             return
         if self._engines is not None and not self._turns.trainer_awake:
+            if self._recovery is not None:
+                self._recovery.close()  # or it starts them again
             self._engines.close(_ENGINES_END_SECONDS)  # busy with a rollout nobody will train, on the trainer's devices
         self._turns.wake_trainer(deadline - time.monotonic())
         self._write_checkpoint(report, deadline - time.monotonic())
@@ -356,10 +359,15 @@ class Run:
         if self._recovery is not None:
             self._recovery.watch()
 
+    def _meet(self) -> None:
+        """Engines, those included that died and were replaced, and trainer are ready for a weight sync."""
+        self._settle()
+        self._turns.meet()
+
     def _settle(self) -> None:
         """Have everything replaced that died, before the engines change state."""
         if self._recovery is None:
             return
         if self._recovery.look():
             self._turns.make_room()
-        self._recovery.settle(asleep=not self._turns.engines_awake)
+        self._recovery.settle()

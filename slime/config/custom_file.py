@@ -10,14 +10,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
-
-import yaml
 
 from slime.config.families import plain_json
 from slime.config.flags import FlagSpec, value_problem
 from slime.config.tokens import FlagGroup
+from slime.config.yaml_file import read_yaml
+from slime.errors import ConfigError
 
 _NEARLY = 0.92
 """From this likeness on a name is taken for a misspelt flag; one wrong letter in a dozen is above it."""
@@ -93,12 +92,9 @@ def _name(option: str) -> str:
 
 def _read(path: str, where: str, problems: list[str]) -> Mapping[Any, Any]:
     try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(f"{where}: cannot be read ({error.strerror})")
-        return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{where}: not YAML ({error})")
+        content = read_yaml(path, where)
+    except ConfigError as error:
+        problems += error.problems
         return {}
     if content is not None and not isinstance(content, Mapping):
         problems.append(f"{where}: must be a mapping of names to values")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
-import yaml
+from slime.config.yaml_file import read_yaml
+from slime.errors import ConfigError
 
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
 """``placeholder`` reserves GPUs and starts nothing; ``encoder`` serves the vision part of a multimodal model."""
@@ -31,12 +31,14 @@ class ServerGroup:
         num_gpus: GPUs (on a CPU: processes) of the group.
         num_gpus_per_engine: GPUs of one engine; None for ``--rollout-num-gpus-per-engine``.
         overrides: Engine arguments of this group, by their attribute names.
+        place: Where it was asked for, for messages.
     """
 
     worker_type: str = "regular"
     num_gpus: int
     num_gpus_per_engine: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    place: str = field(default="", compare=False)
 
     def per_engine(self, default: int) -> int:
         """GPUs of one engine."""
@@ -86,12 +88,9 @@ def read_deployment(path: str, problems: list[str]) -> tuple[ModelDeployment, ..
     """
     where = f"--sglang-config {path}"
     try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(f"{where}: cannot be read ({error.strerror})")
-        return ()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{where}: not YAML ({error})")
+        content = read_yaml(path, where)
+    except ConfigError as error:
+        problems += error.problems
         return ()
     if not isinstance(content, Mapping) or _ROOT not in content:
         problems.append(f"{where}: has no key {_ROOT!r} at its root; a list of models is expected under it")
@@ -142,6 +141,7 @@ def _model(where: str, entry: Mapping[Any, Any], problems: list[str]) -> ModelDe
             num_gpus=group.num_gpus,
             num_gpus_per_engine=group.num_gpus_per_engine,
             overrides={key: value for key, value in group.overrides.items() if key != "model_path"},
+            place=group.place,
         )
         for group in groups
         if group is not None
@@ -170,6 +170,7 @@ def _group(where: str, entry: Mapping[Any, Any], default: int | None, problems: 
         num_gpus=num_gpus,
         num_gpus_per_engine=per_engine or default,
         overrides=dict(cast("Mapping[str, Any]", overrides)),
+        place=where,
     )
 
 

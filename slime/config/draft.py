@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from slime.config.deployment import ModelDeployment
 from slime.config.external import ExternalEngine
@@ -25,26 +25,33 @@ from slime.config.sections import (
     TrainConfig,
     WeightsConfig,
 )
+from slime.errors import SlimeError
+
+Loop = Literal["in turn", "ahead"]
+"""How rollouts and training follow each other: ``train.py``'s way, and ``train_async.py``'s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a rule may know about the machine; passed in, so that tests can choose it.
+    """What a rule may know about the machine and the program; passed in, so that tests can choose it.
 
     Attributes:
         num_cuda_devices: CUDA devices of this machine that the process may use.
         sglang_installed: Whether the SGLang package can be imported.
         tensorboard_installed: Whether the tensorboard package can be imported.
-        query_engine: Asks an engine that already runs, by its URL, what it says of itself.
+        query_engines: Asks engines that already run, by their URLs, what they say of themselves; an error for each that
+            does not answer.
         joins_cluster: Whether the run joins a Ray cluster that may have other machines.
+        loop: The program's loop; None for a program of a user's own.
         start_time: ``YYYYmmdd_HHMMSS``, names a run that nobody named.
     """
 
     num_cuda_devices: int = 0
     sglang_installed: bool = False
     tensorboard_installed: bool = False
-    query_engine: Callable[[str], Mapping[str, Any]] | None = None
+    query_engines: Callable[[Sequence[str]], Sequence[Mapping[str, Any] | SlimeError]] | None = None
     joins_cluster: bool = False
+    loop: Loop | None = None
     start_time: str = "run"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +11,9 @@ from typing import Any, cast
 from slime.config.deployment import ModelDeployment, ServerGroup
 from slime.config.draft import Draft
 from slime.config.embedded_flags import check_embedded_flags
+from slime.config.engine_plan import gets_weights
 from slime.config.families import PrefixFamily, plain_json
-from slime.config.sglang_checks import split_problems
-from slime.config.tokens import unknown_flag
+from slime.config.sglang_checks import split_problems, stage_problems
 from slime.errors import ConfigError
 
 
@@ -39,7 +40,9 @@ def _of_model(draft: Draft, family: PrefixFamily, values: Mapping[str, Any], mod
         if draft.engine.rollout_backend == "sglang" and group.worker_type != "placeholder":
             per_engine = group.per_engine(draft.cluster.rollout_num_gpus_per_engine)
             problems += split_problems(per_engine, {**values, **overrides})
-        where = f"model {model.name}, {group.worker_type} group"
+            if gets_weights(model, draft.rollout.hf_checkpoint) and group.worker_type != "encoder":
+                problems += stage_problems(draft, {**values, **overrides})
+        where = f"{group.place}.overrides" if group.overrides else group.place
         draft.problems += [f"{where}: {problem}" for problem in problems]
         groups.append(replace(group, overrides=overrides))
     return replace(model, server_groups=tuple(groups))
@@ -53,7 +56,7 @@ def _read(family: PrefixFamily, overrides: Mapping[str, Any], problems: list[str
         if flag in refused:
             problems.append(f"{name} cannot be given: {refused[flag]}")
         elif flag not in known:
-            problems.append(unknown_flag(flag, known))
+            problems.append(_unknown(name, family))
         elif value is None or value is False:
             values[name] = value  # takes back what the command line says for all groups
         else:
@@ -62,6 +65,13 @@ def _read(family: PrefixFamily, overrides: Mapping[str, Any], problems: list[str
             except ConfigError as error:
                 problems += error.problems
     return values
+
+
+def _unknown(name: str, family: PrefixFamily) -> str:
+    known = sorted(flag.removeprefix(family.prefix).replace("-", "_") for flag in family.flag_names())
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    hint = f"did you mean {' or '.join(near)}?" if near else "docs/flags.md lists them under Engine flags"
+    return f"unknown argument {name!r}; {hint}"
 
 
 def _words(value: Any) -> list[str]:

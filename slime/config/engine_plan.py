@@ -6,6 +6,7 @@ hold: every slot is given out once, in order, and the plan of every mode.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +128,9 @@ def gets_weights(model: ModelDeployment, hf_checkpoint: str | None) -> bool:
     """Whether the trainer's weights are sent to a model: as it says, else if it starts from the same checkpoint."""
     if model.update_weights is not None:
         return model.update_weights
-    return model.model_path is None or model.model_path == hf_checkpoint
+    if model.model_path is None or hf_checkpoint is None:
+        return model.model_path is None
+    return os.path.realpath(model.model_path) == os.path.realpath(hf_checkpoint)
 
 
 def plan_engines(config: Config) -> EnginePlan:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
+from slime.config.yaml_file import read_yaml
 from slime.errors import ConfigError
 
 
@@ -180,12 +178,7 @@ def read_eval_file(path: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         ConfigError: Missing, not YAML, or without datasets.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--eval-config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--eval-config {path}: not YAML ({error})") from error
+    content = read_yaml(path, f"--eval-config {path}")
     if not isinstance(content, Mapping):
         raise ConfigError(f"--eval-config {path}: must be a mapping with defaults and datasets")
     root = cast("Mapping[str, Any]", content)

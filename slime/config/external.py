@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+_ADDRESS = re.compile(r"(https?://)?(?P<host>[^\s/:@?#\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})/?")
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,12 @@ class ExternalEngine:
 def external_url(address: str) -> str:
     """Base URL of ``HOST:PORT``, or of an address that is a URL already."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def is_address(text: str) -> bool:
+    """Whether an address has the form that ``external_url`` takes."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and 1 <= int(found["port"]) <= _LAST_PORT
 
 
 def read_external(url: str, info: Mapping[str, Any]) -> ExternalEngine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,8 @@ def value_problem(spec: FlagSpec, value: Any) -> str | None:
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | float):
             continue
+        if not math.isfinite(item):
+            return f"{spec.name} must be a finite number{_bounds(info)}, found {item:g}"
         if info.at_least is not None and item < info.at_least:
             return f"{spec.name} must be at least {info.at_least:g}, found {item:g}"
         if info.above is not None and item <= info.above:
@@ -186,6 +189,13 @@ def value_problem(spec: FlagSpec, value: Any) -> str | None:
         if info.at_most is not None and item > info.at_most:
             return f"{spec.name} must be at most {info.at_most:g}, found {item:g}"
     return None
+
+
+def _bounds(info: FlagInfo) -> str:
+    """What else a number must be."""
+    limits = ((">=", info.at_least), (">", info.above), ("<=", info.at_most))
+    text = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+    return text and f" {text}"
 
 
 class Section:

@@ -193,9 +193,21 @@ def _memory(config: Config) -> Sequence[str]:
         if config.checkpoint.ref_load is not None and (config.algorithm.use_kl_loss or config.algorithm.kl_coef != 0):
             lines.append(f"reference weights, each rank, host memory: {_size(local * width)}")
     if config.num_engines:
-        own = [engine.num_gpus for engine in (*plan_engines(config).engines, *config.external_engines)]
-        share = parameters * width / min(own)
-        lines.append(f"engine, each {'GPU' if config.cluster.device == 'cuda' else 'process'}: {_size(share)}")
+        lines += _engine_memory(config, width)
+    return lines
+
+
+def _engine_memory(config: Config, width: int) -> list[str]:
+    """One line per model and size of an engine."""
+    unit = "GPU" if config.cluster.device == "cuda" else "process"
+    own = [(e.model_path, e.num_gpus) for e in (*plan_engines(config).engines, *config.external_engines)]
+    kinds = list(dict.fromkeys(own))
+    lines: list[str] = []
+    for path, num_gpus in kinds:
+        which = f" of {num_gpus} with {path}" if len(kinds) > 1 else ""
+        parameters = count_parameters(path)  # none where the model is not on this machine
+        share = _size(parameters * width / num_gpus) if parameters else f"unknown, no weights in {path} here"
+        lines.append(f"engine{which}, each {unit}: {share}")
     return lines
 
 

@@ -15,7 +15,7 @@ from slime.config.engine_flags import SGLANG_FLAGS, SGLANG_OWNED
 from slime.config.flags import FlagSpec, flag_specs, words
 from slime.config.router_flags import ROUTER_FLAGS, ROUTER_OWNED, ROUTER_PRESETS
 from slime.config.rules.availability import AVAILABLE_VALUES, accepted_text
-from slime.config.schema import SECTIONS
+from slime.config.schema import SECTIONS, all_flag_specs
 
 _INTRO = """\
 # Command-line flags
@@ -128,7 +128,9 @@ def _row(spec: FlagSpec) -> str:
 
 
 def _prefixed(title: str, prefix: str, table: Mapping[str, str], owned: Mapping[str, str]) -> str:
-    rows = "\n".join(f"| `{prefix}{name.replace('_', '-')}` | {hint} |" for name, hint in sorted(owned.items()))
+    ours = {name for spec in all_flag_specs() for name in spec.names}
+    instead = {prefix + name.replace("_", "-"): hint for name, hint in sorted(owned.items())}
+    rows = "\n".join(f"| `{name}` | {hint} |" for name, hint in instead.items() if name not in ours)
     return (
         f"## {title}\n\nWith the prefix `{prefix}` (a newer installed version may have more):\n\n{_names(table)}.\n\n"
         f"These cannot be given:\n\n| Flag | Instead |\n|---|---|\n{rows}\n"

@@ -10,16 +10,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
-
-import yaml
 
 from slime.config.custom_file import megatron_group, set_value
 from slime.config.families import MegatronConfig
 from slime.config.flags import FlagSpec
 from slime.config.sections import AlgorithmConfig, CheckpointConfig, DataConfig, TrainConfig
 from slime.config.tokens import FlagGroup
+from slime.config.yaml_file import read_yaml
+from slime.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -130,12 +129,9 @@ def read_roles(
 
 def _items(path: str, where: str, problems: list[str]) -> Sequence[Any]:
     try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(f"{where}: cannot be read ({error.strerror})")
-        return ()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problems.append(f"{where}: not YAML ({error})")
+        content = read_yaml(path, where)
+    except ConfigError as error:
+        problems += error.problems
         return ()
     items: Any = cast("dict[str, Any]", content).get("megatron") if isinstance(content, dict) else None
     if not isinstance(items, list):

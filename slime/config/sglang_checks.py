@@ -1,4 +1,4 @@
-"""Combinations of settings that a stock SGLang server refuses at its start, reported before anything starts."""
+"""Settings that a stock SGLang server refuses at its start or at the first weights, told before anything starts."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def check_sglang_flags(draft: Draft, values: Mapping[str, Any]) -> None:
         ]
     if not draft.deployment:  # its groups are checked with their own sizes
         draft.problems += split_problems(draft.cluster.rollout_num_gpus_per_engine, values)
+        draft.problems += stage_problems(draft, values)
 
 
 def split_problems(num_gpus: int, values: Mapping[str, Any]) -> list[str]:
@@ -42,7 +43,7 @@ def split_problems(num_gpus: int, values: Mapping[str, Any]) -> list[str]:
     wrong = [f"--sglang-{name.replace('_', '-')} {values[name]}: must be at least 1" for name in _too_small(values)]
     if wrong:
         return wrong
-    pipeline, data, expert, expert_data = (int(values.get(name, 1)) for name in _SIZES)
+    pipeline, data, expert, expert_data = (_size(values, name) for name in _SIZES)
     if num_gpus % pipeline:
         problem = (
             f"--rollout-num-gpus-per-engine {num_gpus} is not a multiple of --sglang-pp-size {pipeline}: "
@@ -67,5 +68,27 @@ def split_problems(num_gpus: int, values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def stage_problems(draft: Draft, values: Mapping[str, Any]) -> list[str]:
+    """Whether the trainer's weights can reach an engine of so many pipeline stages.
+
+    Args:
+        draft: Knows how weights travel, and whether any do.
+        values: Arguments of an engine that gets the trainer's weights.
+    """
+    transport = draft.weights.update_weight_transport
+    if _size(values, "pp_size") < 2 or transport == "disk" or draft.debug.debug_rollout_only:
+        return []
+    problem = (
+        "engines of several pipeline stages take weights from disk only, found --update-weight-transport "
+        f"{transport}; use disk with --update-weight-disk-dir, or leave --sglang-pp-size out"
+    )
+    return [problem]
+
+
 def _too_small(values: Mapping[str, Any]) -> list[str]:
-    return [name for name in _SIZES if int(values.get(name, 1)) < 1]
+    return [name for name in _SIZES if _size(values, name) < 1]
+
+
+def _size(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    return 1 if value is None else int(value)

@@ -218,5 +218,6 @@ def orphaned_scratch() -> list[Path]:
     Those of runs before this process are not of the tests: somebody may have killed a run with its guardian.
     """
     since = psutil.Process().create_time()
-    orphans = [path for path in Path("/tmp").glob("slime-*-*") if not Path("/proc", path.name.split("-")[1]).exists()]
+    named = [path for path in Path("/tmp").glob("slime-*-*") if path.name.split("-")[1].isdigit()]
+    orphans = [path for path in named if not Path("/proc", path.name.split("-")[1]).exists()]
     return [path for path in orphans if path.exists() and path.stat().st_mtime >= since]

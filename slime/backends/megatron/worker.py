@@ -237,10 +237,15 @@ class MegatronWorker:
         self._weights_changed = False
         return metrics
 
-    def continue_version(self, version: int) -> None:
-        """Take the loaded weights for those that the engines have as ``version``. Not collective."""
+    def continue_version(self, version: int, weights_changed: bool) -> None:
+        """Go on from the version that the engines have. Not collective.
+
+        Args:
+            version: The engines' version.
+            weights_changed: Whether the loaded weights are newer.
+        """
         self.weight_version = version
-        self._weights_changed = False
+        self._weights_changed = weights_changed
 
     def sleep(self) -> None:
         """Leave the device to the engines. Until the next ``wake_up`` or ``hold_parameters`` nothing else works."""

@@ -21,9 +21,11 @@ from slime.config.rules.external import resolve_external_engines
 from slime.config.rules.idle import check_idle
 from slime.config.rules.inputs import resolve_inputs
 from slime.config.rules.lengths import resolve_lengths
+from slime.config.rules.loop import check_loop
 from slime.config.rules.model import resolve_model
 from slime.config.rules.objective import check_objective
 from slime.config.rules.outputs import resolve_outputs
+from slime.config.rules.pausing import check_pausing
 from slime.config.rules.placement import resolve_placement
 from slime.config.rules.recovery import check_recovery
 from slime.config.rules.release import resolve_release
@@ -38,6 +40,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     resolve_deployment,
     resolve_external_engines,
     resolve_placement,
+    check_loop,
     resolve_model,
     resolve_checkpoints,
     resolve_inputs,
@@ -47,6 +50,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     check_corrections,
     check_distillation,
     resolve_engines,
+    check_pausing,
     check_recovery,
     resolve_evaluation,
     check_sampling,

@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 from slime.config.deployment import ModelDeployment, ServerGroup, read_deployment
 from slime.config.draft import Draft
 from slime.config.engine_plan import DEFAULT_MODEL, gets_weights
+from slime.config.rules.checkpoints import weights_problems
+from slime.errors import ConfigError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_deployment(draft: Draft) -> None:
@@ -54,6 +60,7 @@ def check_deployment(draft: Draft) -> None:
         draft.deployment = _prefill_and_decode(draft)
     for model in draft.deployment:
         _check_model(draft, model)
+        _check_path(draft, model)
     hf_checkpoint = draft.rollout.hf_checkpoint
     frozen = [model for model in draft.deployment if not gets_weights(model, hf_checkpoint)]
     if draft.deployment and len(frozen) == len(draft.deployment) and not draft.debug.debug_rollout_only:
@@ -73,16 +80,16 @@ def _prefill_and_decode(draft: Draft) -> tuple[ModelDeployment, ...]:
     servers, cluster = draft.engine.prefill_num_servers or 0, draft.cluster
     per_engine = cluster.rollout_num_gpus_per_engine
     total = cluster.rollout_num_gpus or 0
-    prefill = servers * per_engine
+    prefill, flag = servers * per_engine, f"--prefill-num-servers {servers}"
     if total - prefill < 1:
         draft.problems.append(
-            f"--prefill-num-servers {servers} of {per_engine} GPUs each leave no GPU of --rollout-num-gpus {total} for "
+            f"{flag} of {per_engine} GPUs each leave no GPU of --rollout-num-gpus {total} for "
             "decode engines; raise the latter"
         )
         return ()
     groups = (
-        ServerGroup(worker_type="prefill", num_gpus=prefill, num_gpus_per_engine=per_engine),
-        ServerGroup(worker_type="decode", num_gpus=total - prefill, num_gpus_per_engine=per_engine),
+        ServerGroup(worker_type="prefill", num_gpus=prefill, num_gpus_per_engine=per_engine, place=flag),
+        ServerGroup(worker_type="decode", num_gpus=total - prefill, num_gpus_per_engine=per_engine, place=flag),
     )
     return (ModelDeployment(name=DEFAULT_MODEL, server_groups=groups),)
 
@@ -106,6 +113,24 @@ def _check_model(draft: Draft, model: ModelDeployment) -> None:
         draft.problems.append(f"{where}: it has placeholders only, so nothing could answer; add a regular group")
     for group in model.server_groups:
         _check_group(draft, where, group)
+
+
+def _check_path(draft: Draft, model: ModelDeployment) -> None:
+    """A model's own weights: they are there, and those of the trained model where they are to be replaced by them."""
+    if model.model_path is None:
+        return
+    where = f"--sglang-config {draft.engine.sglang_config}: model {model.name}: model_path"
+    path, is_sglang = Path(model.model_path), draft.engine.rollout_backend == "sglang"
+    if not path.exists():
+        if not (is_sglang and _HUB_NAME.fullmatch(model.model_path)):
+            draft.problems.append(f"{where} {path}: does not exist; name a Hugging Face model directory")
+    elif path.is_dir() or not is_sglang:  # SGLang reads some models from one file
+        try:
+            differing = weights_problems(draft, where, model.model_path)
+        except ConfigError as error:
+            draft.problems += [f"{where} {path}: {problem}" for problem in error.problems]
+        else:
+            draft.problems += differing if model.update_weights else []
 
 
 def _check_replay(draft: Draft, where: str) -> None:

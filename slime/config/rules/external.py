@@ -9,8 +9,9 @@ from typing import Any
 
 from slime.config.draft import Draft
 from slime.config.engine_flags import SGLANG_SECRETS
-from slime.config.external import ExternalEngine, external_url, read_external
+from slime.config.external import ExternalEngine, external_url, is_address, read_external
 from slime.config.flags import words
+from slime.config.sglang_checks import stage_problems
 from slime.errors import SlimeError
 
 _FLAG = "--rollout-external-engine-addrs"
@@ -25,19 +26,30 @@ def resolve_external_engines(draft: Draft) -> None:
         return
     if draft.cluster.colocate:
         draft.problems.append(f"{_FLAG} and --colocate exclude each other: those engines have GPUs of their own")
-    urls = [external_url(address) for address in addresses]
+    draft.problems += [
+        f"{_FLAG} {address}: not HOST:PORT (port 1 to 65535), optionally with http:// or https:// in front"
+        for address in addresses
+        if not is_address(address)
+    ]
+    urls = [external_url(address) for address in addresses if is_address(address)]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         draft.problems.append(f"{_FLAG} names {url} {urls.count(url)} times")
-    query = draft.surroundings.query_engine
-    assert query is not None, "the caller of parse() gives no way to ask an engine"
-    for url in dict.fromkeys(urls):
-        try:
-            info = query(url)
-            draft.external_engines += (read_external(url, info),)
-            draft.external_info[url] = info
-        except (SlimeError, ValueError) as error:
-            draft.problems.append(f"{_FLAG} {url}: {error}; start it first, or correct the address")
+    _ask(draft, list(dict.fromkeys(urls)))
     _count(draft)
+
+
+def _ask(draft: Draft, urls: list[str]) -> None:
+    query = draft.surroundings.query_engines
+    assert query is not None, "the caller of parse() gives no way to ask engines"
+    for url, answer in zip(urls, query(urls), strict=True):
+        if isinstance(answer, SlimeError):  # which names the address
+            draft.problems.append(f"{_FLAG}: {answer}; start it first, or correct the address")
+            continue
+        try:
+            draft.external_engines += (read_external(url, answer),)
+            draft.external_info[url] = answer
+        except ValueError as error:
+            draft.problems.append(f"{_FLAG} {url}: {error}; start it first, or correct the address")
 
 
 def _count(draft: Draft) -> None:
@@ -86,6 +98,7 @@ def check_external_engines(draft: Draft, values: Mapping[str, Any]) -> None:
                 f"{engine.url} does not fit this command line: {'; '.join(found)}. Start it with the same settings, "
                 "or change them here"
             )
+        draft.problems += [f"{engine.url}: {p}" for p in stage_problems(draft, draft.external_info[engine.url])]
     types = {engine.worker_type for engine in draft.external_engines}
     if types & {"prefill", "decode"} and types != {"prefill", "decode"}:
         draft.problems.append(f"{_FLAG}: prefill and decode engines need each other and nothing else, found {types}")

@@ -110,6 +110,8 @@ def _offload(draft: Draft) -> None:
         if contradicted:
             draft.problems.append(f"--offload and {contradicted[0]} contradict each other; remove one")
         cluster = replace(cluster, offload_train=True, offload_rollout=True)
+    if cluster.offload_rollout and not cluster.colocate and not draft.debug.debug_rollout_only:
+        draft.notices.append("--offload-rollout has no effect without --colocate: no engine is on the trainer's GPUs")
     # Actor and critic share their devices whatever the engines do.
     train = cluster.colocate or draft.algorithm.advantage_estimator in CRITIC_ESTIMATORS
     cluster = replace(

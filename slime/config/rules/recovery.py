@@ -19,3 +19,5 @@ def check_recovery(draft: Draft) -> None:
         draft.notices.append(
             "--use-fault-tolerance does not check or replace the engines of --rollout-external-engine-addrs"
         )
+    if draft.cluster.use_fault_tolerance and draft.engine.sglang_router_ip is not None:
+        draft.notices.append("--use-fault-tolerance does not check or replace the router of --sglang-router-ip")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from slime.config.draft import Draft
@@ -61,7 +63,23 @@ def _disk(draft: Draft) -> None:
             "every engine's host reads"
         )
     else:
-        _must_be_directory(draft, "--update-weight-disk-dir", disk_dir)
+        _must_be_directory(
+            draft, "--update-weight-disk-dir", disk_dir, written_here=not draft.surroundings.joins_cluster
+        )
+        _is_no_source(draft, disk_dir)
+
+
+def _is_no_source(draft: Draft, disk_dir: str) -> None:
+    """Published versions must lie where nothing else is written or read."""
+    flag, real = "--update-weight-disk-dir", Path(os.path.realpath(disk_dir))
+    model, local = draft.rollout.hf_checkpoint, draft.weights.update_weight_local_checkpoint_dir
+    if model is not None and real == Path(os.path.realpath(model)):
+        draft.problems.append(f"{flag} {disk_dir}: is --hf-checkpoint; name a directory for published versions alone")
+    if local is not None and Path(os.path.realpath(local)) in real.parents:
+        draft.problems.append(
+            f"{flag} {disk_dir}: lies in --update-weight-local-checkpoint-dir {local}, where each host keeps its own "
+            "checkpoint; name another"
+        )
 
 
 def _local(draft: Draft) -> None:
@@ -84,10 +102,15 @@ def _local(draft: Draft) -> None:
         )
 
 
-def _must_be_directory(draft: Draft, flag: str, value: str) -> None:
+def _must_be_directory(draft: Draft, flag: str, value: str, *, written_here: bool = False) -> None:
     existing = next(path for path in (Path(value).absolute(), *Path(value).absolute().parents) if path.exists())
     if not existing.is_dir():
         draft.problems.append(f"{flag} {value}: {existing} is a file; name a directory")
+    elif written_here:
+        try:  # the only sure answer: permissions do not tell for root, nor on every file system
+            tempfile.TemporaryDirectory(dir=existing, prefix=".slime-").cleanup()
+        except OSError as error:
+            draft.problems.append(f"{flag} {value}: {existing} cannot be written ({error.strerror}); name another")
 
 
 def _idle(draft: Draft, names: tuple[str, ...], why: str) -> None:

@@ -41,7 +41,11 @@ class ClusterConfig(Section):
         doc="Move the training state from the GPU to host memory while generating, and a PPO run's two models in "
         "turn. Default: with --colocate and with a critic. On a CPU there is nothing to move.",
     )
-    offload_rollout: bool | None = flag(None, doc="Release the engines' memory while training. Default: as --colocate.")
+    offload_rollout: bool | None = flag(
+        None,
+        doc="Release the memory of engines on the trainer's GPUs while it trains. Default: as --colocate, without "
+        "which it has no effect.",
+    )
     distributed_backend: str = flag(
         "nccl", choices=("nccl", "gloo"), doc="Process group backend of the trainer; gloo wherever --device is cpu."
     )
@@ -53,7 +57,8 @@ class ClusterConfig(Section):
     rollout_health_check_timeout: float = flag(
         30.0,
         above=0,
-        doc="Seconds an engine has to answer a check; two failures in a row count. SGLang needs one at least.",
+        doc="Seconds an engine has to answer a check; two failures in a row count (five without "
+        "--use-fault-tolerance). SGLang needs more than 1.",
     )
     rollout_health_check_first_wait: float = flag(
         0.0, at_least=0, doc="Seconds after engines started, woke or got weights before the first interval begins."

@@ -242,6 +242,10 @@ def test_a_whole_ppo_step(model_dir: Path, tmp_path: Path) -> None:
         found = worker.returns
         worker.update_weights()
         assert worker.weight_version == 2
+        for changed, version in ((False, 7), (True, 8)):  # of processes that ended
+            worker.continue_version(7, changed)
+            worker.update_weights()
+            assert worker.weight_version == version
     for i, want in enumerate(returns):
         np.testing.assert_allclose(found[i], want, atol=5e-6)
         np.testing.assert_array_equal(early[i], found[i])

@@ -46,12 +46,12 @@ class Processes:
     def connect_engines(self, endpoints: Any) -> None:
         self.engines = tuple(endpoints)
 
-    def begin(self, method: str, version: int) -> int:
+    def begin(self, method: str, version: int, weights_changed: bool) -> tuple[int, bool]:
         assert method == "continue_version"
-        return version
+        return version, weights_changed
 
-    def finish(self, version: int, doing: str) -> None:
-        self.version, self.changed = version, False
+    def finish(self, told: tuple[int, bool], doing: str) -> None:
+        self.version, self.changed = told
 
     def train(self, batch: Any, rollout_id: int) -> dict[str, float]:
         assert rollout_id == (0 if self.trained is None else self.trained + 1)
@@ -124,6 +124,20 @@ def test_asleep_and_awake_twice_is_once(trainer: Any, disk: Disk) -> None:
     assert len(disk.groups) == 2
     trainer.update_weights()  # nothing was trained: the engines have this version
     assert trainer.weight_version() == 1
+
+
+def test_weights_that_no_engine_has_get_a_version_of_their_own(trainer: Any) -> None:
+    trainer.wake_up()
+    trainer.train("batch", 0)
+    trainer.save(0)
+    trainer.sleep()  # to make room for an engine that died, before the weights were sent
+    trainer.hold_parameters()
+    trainer.update_weights()
+    assert trainer.weight_version() == 2
+    trainer.sleep()
+    trainer.hold_parameters()
+    trainer.update_weights()  # the same once more, for a new engine
+    assert trainer.weight_version() == 2
 
 
 def test_what_is_not_saved_is_not_given_up(trainer: Any, disk: Disk) -> None:

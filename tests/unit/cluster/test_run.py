@@ -1,5 +1,6 @@
 """The order of things inside a step, seen on stand-ins that record who was asked for what."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,9 @@ class Engines:
     def check(self):
         pass
 
+    def getting_weights(self):
+        return nullcontext()
+
 
 class Trainer:
     def __init__(self, devices, engines):
@@ -129,6 +133,42 @@ class Trainer:
         self.devices.note("wait idle")
 
 
+class Recovery:
+    """An engine for each of ``deaths`` is replaced at the next chance."""
+
+    def __init__(self, devices):
+        self.devices, self.deaths = devices, 0
+
+    def match_memory(self, released):
+        self.released = released
+
+    def bring_weights_with(self, bring_weights):
+        self.bring_weights = bring_weights
+
+    def look(self):
+        return bool(self.deaths)
+
+    def settle(self):
+        if self.deaths:
+            self.deaths -= 1
+            self.devices.note(f"new engine without {'+'.join(self.released())}")
+
+    def found_cause(self):
+        return bool(self.deaths)
+
+    def serve(self):
+        pass
+
+    def watch(self):
+        pass
+
+    def rollout_complete(self):
+        return {}
+
+    def close(self):
+        self.devices.note("recovery ends")
+
+
 class Rollouts:
     def __init__(self, devices, must_be_awake):
         self.devices, self.must_be_awake = devices, must_be_awake
@@ -157,8 +197,18 @@ class Rollouts:
 def make_run(tmp_path):
     reporters = []
 
-    def make(*, colocate=False, num_rollout=2, first_step=0, logprob_monitor=None, **sections):
-        cluster = ClusterConfig(device="cpu", colocate=colocate, offload_train=colocate, offload_rollout=colocate)
+    def make(
+        *,
+        colocate=False,
+        offload_train=None,
+        recovers=False,
+        num_rollout=2,
+        first_step=0,
+        logprob_monitor=None,
+        **sections,
+    ):
+        offload_train = colocate if offload_train is None else offload_train
+        cluster = ClusterConfig(device="cpu", colocate=colocate, offload_train=offload_train, offload_rollout=colocate)
         config = Config(cluster=cluster, **sections)
         devices = Devices(colocate)
         engines = Engines(devices)
@@ -179,6 +229,7 @@ def make_run(tmp_path):
             first_step=first_step,
             num_rollout=num_rollout,
             num_rollout_per_epoch=None,
+            recovery=Recovery(devices) if recovers else None,
         )
         return run, devices
 
@@ -234,15 +285,46 @@ def test_an_interrupted_turn_leaves_nobody_thought_awake(make_run, tmp_path, met
 
 
 def test_a_trainer_that_moves_alone_wakes_for_each_step(make_run):
-    run, devices = make_run()
-    cluster = ClusterConfig(device="cpu", offload_train=True, offload_rollout=False)
-    run._turns = DeviceTurns(cluster, run._group, run._engines)
+    run, devices = make_run(offload_train=True)
     run.sync_weights()
     rollout = run.rollout.generate(0)
     with run.training():
         run.trainer.train(0, rollout)
     step = ["generate 0", "trainer wakes", "train batch 0"]
     assert devices.log == ["trainer holds parameters", "connect", "update", "trainer sleeps", *step]
+
+
+def test_weights_in_the_middle_of_a_rollout_come_from_a_trainer_that_is_there(make_run):
+    run, devices = make_run(offload_train=True, recovers=True)
+    run.sync_weights()
+    first = len(devices.log)
+    run._recovery.bring_weights()
+    assert devices.log[first:] == ["trainer holds parameters", "update", "trainer sleeps"]
+
+
+def test_an_engine_replaced_inside_a_sync_holds_what_the_others_hold(make_run):
+    run, devices = make_run(colocate=True, recovers=True)
+    update = run._group.update_weights
+
+    def dies_once(check):
+        run._group.update_weights = update
+        run._recovery.deaths = 1
+        raise WeightSyncError("engine 0: connection lost")
+
+    run._group.update_weights = dies_once
+    run._group.drain = lambda timeout_seconds: devices.note("drain")
+    run.sync_weights()
+    meet = ["trainer holds parameters", "engines resume weights", "connect"]
+    again = ["drain", "trainer sleeps", "new engine without kv_cache+cuda_graph", "trainer holds parameters", "connect"]
+    assert devices.log == [*meet, *again, "update", "trainer sleeps", "engines resume kv_cache+cuda_graph"]
+
+
+def test_an_engine_replaced_while_engines_are_away_is_away_as_well(make_run):
+    run, devices = make_run(colocate=True, recovers=True)
+    run._recovery.deaths = 1
+    run.sync_weights()
+    assert devices.log[:2] == ["trainer sleeps", "new engine without weights+kv_cache+cuda_graph"]
+    assert run._turns.released_tags() == ()
 
 
 def test_memory_of_every_moment_is_recorded_on_gpus(make_run, tmp_path):
@@ -369,6 +451,18 @@ def test_told_to_end_while_colocated_engines_generate_it_ends_them_first(make_ru
         assert "kv_cache" in devices.engines
     run.save_before_exit(5)
     assert devices.log[-3:] == ["engines end", "trainer wakes", "save 0"]
+
+
+def test_told_to_end_it_starts_no_engine_again(make_run, tmp_path):
+    save = CheckpointConfig(save=str(tmp_path / "ckpt"))
+    run, devices = make_run(colocate=True, recovers=True, checkpoint=save)
+    run.sync_weights()
+    rollout = run.rollout.generate(0)
+    with run.training():
+        run.trainer.train(0, rollout)
+    with run.generating():
+        run.save_before_exit(5)
+    assert devices.log[-4:] == ["recovery ends", "engines end", "trainer wakes", "save 0"]
 
 
 def state_file(tmp_path, step):

@@ -1,9 +1,11 @@
 """The driver's side of a weight sync, on stand-ins that record who was asked for what."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
+from slime.cluster import weight_sync
 from slime.cluster.weight_sync import WeightSync
 from slime.errors import EngineError, WeightSyncError
 from slime.weights.endpoint import EngineEndpoint
@@ -24,6 +26,10 @@ class Engines:
 
     def check(self):
         self.log.append("check")
+
+    @contextmanager
+    def getting_weights(self):
+        yield
 
 
 class Trainer:
@@ -70,26 +76,37 @@ class Recovery:
 
 
 @pytest.fixture
-def parts():
+def parts(monkeypatch):
     log: list[str] = []
+
+    def release(endpoints, *, has_session, timeout_seconds):
+        assert has_session
+        log.append("release " + " ".join(endpoint.url for endpoint in endpoints))
+
+    monkeypatch.setattr(weight_sync, "release", release)
     return Trainer(log), Engines(log), log
+
+
+def make_sync(trainer, engines, recovery):
+    prepare = recovery.settle if recovery is not None else pytest.fail
+    return WeightSync(trainer, engines, recovery, prepare=prepare, idle_seconds=1.0)
 
 
 def test_without_a_recovery_the_engines_are_checked_and_a_failure_is_final(parts):
     trainer, engines, log = parts
-    sync = WeightSync(trainer, engines, None, idle_seconds=1.0)
+    sync = make_sync(trainer, engines, None)
     assert sync.send() == {"perf/update_weights_time": 1.0}
     trainer.failures = [EngineError("gone")]
     with pytest.raises(EngineError, match="gone"):
         sync.send()
-    assert log == ["connect http://a http://b", "update", "check", "update", "check"]
+    assert log == ["connect http://a http://b", "update", "check", "update", "check", "release http://a http://b"]
 
 
 def test_a_sync_that_an_engine_did_not_survive_is_made_again_with_its_replacement(parts):
     trainer, engines, log = parts
     trainer.failures = [WeightSyncError("refused")]
     recovery = Recovery(engines, dead=[1])
-    WeightSync(trainer, engines, recovery, idle_seconds=1.0).send()
+    make_sync(trainer, engines, recovery).send()
     again = ["drain", "settle", "connect http://a http://new", "update"]
     assert log == ["connect http://a http://b", "update", *again]
     assert recovery.asked == 2
@@ -99,7 +116,7 @@ def test_a_failure_that_is_nobodys_death_is_final(parts):
     trainer, engines, log = parts
     trainer.failures = [WeightSyncError("another tensor")]
     with pytest.raises(WeightSyncError, match="another tensor"):
-        WeightSync(trainer, engines, Recovery(engines), idle_seconds=1.0).send()
+        make_sync(trainer, engines, Recovery(engines)).send()
     assert log.count("update") == 1
 
 
@@ -107,20 +124,44 @@ def test_three_tries_are_enough(parts):
     trainer, engines, log = parts
     trainer.failures = [EngineError(f"death {i}") for i in range(5)]
     with pytest.raises(EngineError, match="death 2"):
-        WeightSync(trainer, engines, Recovery(engines, dead=[0, 1, 0, 1]), idle_seconds=1.0).send()
+        make_sync(trainer, engines, Recovery(engines, dead=[0, 1, 0, 1])).send()
     assert log.count("update") == 3
+
+
+def test_engines_with_parts_of_two_versions_go_on_only_when_no_other_try_follows(parts):
+    trainer, engines, log = parts
+    trainer.failures = [EngineError("first"), EngineError("second")]
+    make_sync(trainer, engines, Recovery(engines, dead=[0, 1])).send()
+    assert log.count("update") == 3
+    assert not any(event.startswith("release") for event in log)
+    trainer.failures = [EngineError("last")]
+    with pytest.raises(EngineError, match="last"):
+        make_sync(trainer, engines, Recovery(engines)).send()
+    assert log[-1] == "release http://new http://new"
+
+
+def test_engines_go_on_when_what_died_does_not_come_back(parts):
+    trainer, engines, log = parts
+    trainer.failures = [EngineError("gone")]
+
+    def lost():
+        raise EngineError("engine 0 did not start again")
+
+    with pytest.raises(EngineError, match="did not start again"):
+        WeightSync(trainer, engines, Recovery(engines, dead=[0]), prepare=lost, idle_seconds=1.0).send()
+    assert log[-1] == "release http://a http://b"
 
 
 def test_nobody_waits_for_a_dead_engine_to_take_weights(parts):
     trainer, engines, _ = parts
     recovery = Recovery(engines)
     recovery.replacing = True
-    with pytest.raises(WeightSyncError, match="an engine died while weights were sent"):
-        WeightSync(trainer, engines, recovery, idle_seconds=1.0).send()
+    with pytest.raises(WeightSyncError, match="an engine or a router failed while weights were sent"):
+        make_sync(trainer, engines, recovery).send()
 
 
 def test_an_engine_on_another_version_is_an_error(parts):
     trainer, engines, _ = parts
     engines.versions = ["1", "default"]
     with pytest.raises(WeightSyncError, match=r"sync of weight version 1: http://b has default"):
-        WeightSync(trainer, engines, None, idle_seconds=1.0).send()
+        make_sync(trainer, engines, None).send()

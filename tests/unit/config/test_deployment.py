@@ -13,7 +13,7 @@ from slime.config.engine_plan import plan_engines
 from slime.config.plan import plan_text
 from slime.config.schema import Config
 
-from .conftest import Run, notices, write_model
+from .conftest import QWEN3, Run, notices, write_model
 
 Problems = Callable[..., list[str]]
 
@@ -170,7 +170,11 @@ def test_the_file_says_how_many_gpus_generate(base_argv: list[str], run: Run, pr
         ("[{num_gpus: 3, num_gpus_per_engine: 2}]", "num_gpus 3 is not a multiple of its 2 per engine"),
         ("[{num_gpus: 12, num_gpus_per_engine: 12}]", "multiple of --num-gpus-per-node 8"),
         ("[{num_gpus: 1, overrides: {tp_size: 2}}]", "tp_size cannot be given: use --rollout-num-gpus-per-engine"),
-        ("[{num_gpus: 1, overrides: {chunked_prefil_size: 2}}]", "--sglang-chunked-prefill-size"),
+        (
+            "[{num_gpus: 1, overrides: {chunked_prefil_size: 2}}]",
+            "did you mean chunked_prefill_size",
+        ),
+        ("[{num_gpus: 2, num_gpus_per_engine: 2, overrides: {pp_size: 2}}]", "take weights from disk only"),
         ("[{num_gpus: 4, num_gpus_per_engine: 4, overrides: {pp_size: 3}}]", "not a multiple of --sglang-pp-size 3"),
         ("[{num_gpus: 2, num_gpus_per_engine: 2, overrides: {dp_size: 2}}]", "needs --sglang-enable-dp-attention"),
         ("[{num_gpus: 1, overrides: {chunked_prefill_size: x}}]", "needs an integer, found 'x'"),
@@ -194,7 +198,9 @@ def test_what_the_embedded_engine_cannot_do(problems: Problems, write: Write) ->
     assert "the embedded engine has no decode form" in found
     assert "runs in one process" in found
     path = write("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {enable_lora: true}}]}]")
-    assert "model a, regular group: --sglang-enable-lora" in problems(f"--sglang-config {path}")[0]
+    assert f"--sglang-config {path}: sglang[0].server_groups[0].overrides: --sglang-enable-lora" in "\n".join(
+        problems(f"--sglang-config {path}")
+    )
 
 
 def test_some_model_must_get_the_trained_weights(run: Run, problems: Problems, write: Write, tmp_path: Path) -> None:
@@ -203,6 +209,82 @@ def test_some_model_must_get_the_trained_weights(run: Run, problems: Problems, w
     assert "no model gets the trainer's weights" in problems(f"--sglang-config {path}")[0]
     alone = run(f"--sglang-config {path} --debug-rollout-only")
     assert plan_engines(alone).default_router.model == "a"
+
+
+def test_an_override_is_named_with_its_place_in_the_file(problems: Problems, write: Write) -> None:
+    """Counted in the file, whatever stands before it."""
+    good, bad = "{num_gpus: 1}", "{num_gpus: 1, overrides: {max_total_token: 64}}"
+    path = write(f"sglang: [{{name: a, server_groups: [{good}]}}, {{name: b, engine_groups: [{good}, {bad}]}}]")
+    (problem,) = problems(f"--rollout-num-gpus 3 --sglang-config {path}")
+    where = f"--sglang-config {path}: sglang[1].server_groups[1].overrides: "
+    assert problem == where + "unknown argument 'max_total_token'; did you mean max_total_tokens?"
+
+
+def test_a_frozen_model_may_have_stages(
+    base_argv: list[str], run: Run, write: Write, tmp_path: Path, many_gpus: Surroundings
+) -> None:
+    other = write_model(tmp_path / "other")
+    stages = "{num_gpus: 2, num_gpus_per_engine: 2, overrides: {pp_size: 2}}"
+    path = write(
+        "sglang: [{name: a, server_groups: [{num_gpus: 1}]},"
+        f" {{name: b, model_path: {other}, update_weights: false, server_groups: [{stages}]}}]"
+    )
+    config = run(f"--rollout-num-gpus 3 --rollout-backend sglang --sglang-config {path}", surroundings=many_gpus)
+    assert config.deployment[1].server_groups[0].overrides == {"pp_size": 2}
+
+
+# Paths of models
+
+
+def served(path: Path | str, update: str = "false") -> str:
+    return (
+        "sglang: [{name: actor, server_groups: [{num_gpus: 1}]},"
+        f" {{name: judge, model_path: {path}, update_weights: {update}, server_groups: [{{num_gpus: 1}}]}}]"
+    )
+
+
+def test_another_spelling_of_the_checkpoint_is_the_checkpoint(
+    run: Run, write: Write, model_dir: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(model_dir)
+    path = write(f"sglang: [{{name: a, model_path: {link}/../link, server_groups: [{{num_gpus: 1}}]}}]")
+    assert [engine.updatable for engine in plan_engines(run(f"--sglang-config {path}")).engines] == [True]
+
+
+def test_a_model_that_is_not_there(
+    run: Run, problems: Problems, write: Write, tmp_path: Path, many_gpus: Surroundings
+) -> None:
+    flags = "--rollout-num-gpus 2 --sglang-config"
+    sglang = "--rollout-backend sglang"
+    (problem,) = problems(f"{flags} {write(served('/nowhere/m'))} {sglang}", surroundings=many_gpus)
+    assert "model judge: model_path /nowhere/m: does not exist" in problem
+    hub = write(served("org/name-1.5"))
+    assert run(f"{flags} {hub} {sglang}", surroundings=many_gpus).deployment[1].model_path == "org/name-1.5"
+    assert "org/name-1.5: does not exist" in problems(f"{flags} {hub}")[0]
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in problems(f"{flags} {write(served(tmp_path / 'empty'))}")[0]
+
+
+def test_trained_weights_go_into_the_same_model_only(
+    run: Run, problems: Problems, write: Write, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", {**QWEN3, "num_hidden_layers": 3})
+    flags = "--rollout-num-gpus 2 --sglang-config"
+    (problem,) = problems(f"{flags} {write(served(other, 'true'))}")
+    assert f"model judge: model_path {other}: weights of another model than --hf-checkpoint" in problem
+    assert "num_hidden_layers 3 (there: 2)" in problem
+    run(f"{flags} {write(served(other))}")
+    run(f"{flags} {write(served(write_model(tmp_path / 'same'), 'true'))}")
+
+
+def test_memory_is_counted_for_each_model_and_size(run: Run, write: Write, tmp_path: Path, model_dir: Path) -> None:
+    other = write_model(tmp_path / "other")
+    (other / "second.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    text = plan_text(run(f"--rollout-num-gpus 2 --sglang-config {write(served(other))}"))
+    assert f"engine of 1 with {model_dir}, each process: 0.1 KiB" in text  # 32 parameters of four bytes
+    assert f"engine of 1 with {other}, each process: 0.2 KiB" in text
+    assert "engine, each process: 0.1 KiB" in plan_text(run())
 
 
 # --prefill-num-servers

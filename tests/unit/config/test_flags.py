@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -76,6 +77,8 @@ def test_dict_defaults_are_not_shared() -> None:
         ({"count": 0}, "--count must be at least 1, found 0"),
         ({"share": 0.0}, "--share must be > 0, found 0"),
         ({"share": 1.5}, "--share must be at most 1, found 1.5"),
+        ({"share": math.nan}, "--share must be a finite number > 0 and <= 1, found nan"),
+        ({"share": math.inf}, "--share must be a finite number > 0 and <= 1, found inf"),
         ({"kind": "c"}, "--kind c: accepted values are a, b"),
     ],
 )

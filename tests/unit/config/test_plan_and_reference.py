@@ -68,6 +68,12 @@ def test_reference_page_is_current() -> None:
     assert page == reference_page(), "run: python -m slime.config.reference > docs/flags.md"
 
 
+def test_no_flag_of_ours_is_said_to_be_refused() -> None:
+    refused = {line.split("`")[1] for line in reference_page().splitlines() if line.startswith("| `--sglang-")}
+    assert "--sglang-tp-size" in refused
+    assert "| `--sglang-config` | use" not in reference_page()
+
+
 @pytest.mark.parametrize(
     ("files", "visible", "count"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import pytest
 
 from slime.config.draft import Surroundings
 from slime.config.engine_plan import plan_engines
-from slime.config.external import ExternalEngine, external_url, read_external
+from slime.config.external import ExternalEngine, external_url, is_address, read_external
 from slime.config.plan import plan_text
 from slime.config.schema import Config
-from slime.errors import EngineError
+from slime.errors import EngineError, SlimeError
 
 from .conftest import Run
 
@@ -29,12 +29,10 @@ def line(base_argv: list[str]) -> list[str]:
 
 
 def around(infos: Mapping[str, Mapping[str, Any]]) -> Surroundings:
-    def query(url: str) -> Mapping[str, Any]:
-        if url not in infos:
-            raise EngineError(f"{url} cannot be reached: refused")
-        return infos[url]
+    def query(urls: Sequence[str]) -> list[Mapping[str, Any] | SlimeError]:
+        return [infos.get(url, EngineError(f"{url} cannot be reached: refused")) for url in urls]
 
-    return Surroundings(query_engine=query)
+    return Surroundings(query_engines=query)
 
 
 def info(model: Path | str, **more: Any) -> dict[str, Any]:
@@ -45,7 +43,7 @@ FLAG = "--rollout-external-engine-addrs a:1 http://b:2"
 
 
 def test_engines_of_different_sizes_say_how_many_gpus_generate(line: list[str], run: Run, model_dir: Path) -> None:
-    infos = {"http://a:1": info(model_dir, tp_size=2, pp_size=2), "http://b:2": info(model_dir, tp_size=2)}
+    infos = {"http://a:1": info(model_dir, tp_size=4), "http://b:2": info(model_dir, tp_size=2)}
     config = run(FLAG, surroundings=around(infos))
     assert config.cluster.rollout_num_gpus == 6
     assert config.num_engines == 2
@@ -87,12 +85,16 @@ def test_all_that_does_not_fit_is_told_together(line: list[str], problems: Probl
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--rollout-external-engine-addrs c:3", "http://c:3: http://c:3 cannot be reached: refused; start it first"),
+        ("--rollout-external-engine-addrs c:3", "-addrs: http://c:3 cannot be reached: refused; start it first"),
         ("--rollout-external-engine-addrs a:1 a:1", "names http://a:1 2 times"),
         (f"{FLAG} --colocate", "--colocate exclude each other"),
         (f"{FLAG} --prefill-num-servers 1", "exclude each other"),
         (f"{FLAG} --rollout-backend embedded", "the engines of --rollout-external-engine-addrs are sglang"),
         (f"{FLAG} --use-rollout-routing-replay", "it returns no routed experts"),
+        (
+            "--rollout-external-engine-addrs localhost:abc",
+            "--rollout-external-engine-addrs localhost:abc: not HOST:PORT (port 1 to 65535), optionally with http://",
+        ),
     ],
 )
 def test_faults(line: list[str], problems: Problems, model_dir: Path, flags: str, words: str) -> None:
@@ -117,6 +119,26 @@ def test_an_answer_without_what_is_needed() -> None:
         url="u", backend="embedded", num_gpus=1, worker_type="regular", model_path="m"
     )
     assert (external_url("h:1"), external_url("https://h/x/")) == ("http://h:1", "https://h/x")
+
+
+@pytest.mark.parametrize("text", ["h:1", "10.0.0.1:65535", "http://h:8000", "https://h.example:443/", "[::1]:30000"])
+def test_addresses(text: str) -> None:
+    assert is_address(text)
+
+
+@pytest.mark.parametrize("text", ["h", "h:", ":1", "h:0", "h:65536", "ftp://h:1", "http://h", "u@h:1", "::1:3"])
+def test_what_is_no_address(text: str) -> None:
+    assert not is_address(text)
+
+
+def test_weights_reach_an_engine_of_several_stages_by_disk_only(
+    line: list[str], run: Run, problems: Problems, model_dir: Path
+) -> None:
+    infos = {"http://a:1": info(model_dir, tp_size=2, pp_size=2)}
+    flags = "--rollout-external-engine-addrs a:1"
+    (problem,) = problems(flags, surroundings=around(infos))
+    assert problem.startswith("http://a:1: engines of several pipeline stages take weights from disk only")
+    run(f"{flags} --update-weight-transport disk --update-weight-disk-dir shared", surroundings=around(infos))
 
 
 def test_nobody_is_asked_when_nothing_is_generated(line: list[str], run: Run) -> None:

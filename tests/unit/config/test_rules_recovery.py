@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from slime.config.draft import Surroundings
 
 from .conftest import Run, notices
@@ -29,3 +31,14 @@ def test_a_time_out_below_the_answer_of_a_healthy_engine(run: Run, problems: Pro
 
 def test_engines_that_run_elsewhere_are_not_replaced(run: Run) -> None:
     assert "--use-fault-tolerance" not in notices(run("--use-fault-tolerance"))
+    given = "--sglang-router-ip 10.0.0.1 --sglang-router-port 30000"
+    assert "does not check or replace the router of --sglang-router-ip" in notices(
+        run(f"{given} --use-fault-tolerance")
+    )
+    assert "does not check or replace the router" not in notices(run(given))
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_an_interval_is_a_number_of_seconds(problems: Problems, number: str) -> None:
+    (problem,) = problems(f"--rollout-health-check-interval {number}")
+    assert problem == f"--rollout-health-check-interval must be a finite number > 0, found {number}"

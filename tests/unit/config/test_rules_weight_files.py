@@ -70,6 +70,23 @@ def test_directories_must_not_be_files(problems: Problems, tmp_path: Path) -> No
     assert problem == f"--update-weight-disk-dir {file}/below: {file} is a file; name a directory"
 
 
+def test_published_versions_have_a_directory_of_their_own(problems: Problems, tmp_path: Path, model_dir: Path) -> None:
+    disk = "--update-weight-transport disk --update-weight-disk-dir"
+    (problem,) = problems(f"{disk} {tmp_path}/host/versions --update-weight-local-checkpoint-dir {tmp_path}/host")
+    assert f"lies in --update-weight-local-checkpoint-dir {tmp_path}/host" in problem
+    (problem,) = problems(f"{disk} {model_dir}/../{model_dir.name}")
+    assert "is --hf-checkpoint" in problem
+
+
+def test_a_directory_that_cannot_be_made(run: Run, problems: Problems, tmp_path: Path) -> None:
+    disk = "--update-weight-transport disk --update-weight-disk-dir"
+    (problem,) = problems(f"{disk} /proc/slime/versions")
+    assert problem.startswith("--update-weight-disk-dir /proc/slime/versions: /proc cannot be written (")
+    run(f"{disk} {tmp_path}/new/versions")
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob(".slime-*"))
+
+
 def test_the_checkpoint_itself_is_never_patched(problems: Problems, model_dir: Path) -> None:
     (problem,) = problems(f"{DISK} --update-weight-local-checkpoint-dir {model_dir}")
     assert f"lies in --hf-checkpoint {model_dir}" in problem

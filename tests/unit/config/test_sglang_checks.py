@@ -53,6 +53,25 @@ def test_they_are_reported_with_the_command_line(problems: Problems, run: Run, c
     assert "--rollout-num-gpus-per-engine 4 is not a multiple of --sglang-pp-size 3" in found[0]
 
 
+STAGES = "--rollout-backend sglang --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2"
+
+
+@pytest.mark.parametrize("transport", ["nccl", "broadcast"])
+def test_pipeline_stages_take_weights_from_disk_only(problems: Problems, cuda: Surroundings, transport: str) -> None:
+    (problem,) = problems(f"{STAGES} --update-weight-transport {transport}", surroundings=cuda)
+    assert problem == (
+        f"engines of several pipeline stages take weights from disk only, found --update-weight-transport {transport}; "
+        "use disk with --update-weight-disk-dir, or leave --sglang-pp-size out"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", ["--update-weight-transport disk --update-weight-disk-dir shared", "--debug-rollout-only"]
+)
+def test_stages_that_get_their_weights_or_need_none(run: Run, cuda: Surroundings, flags: str) -> None:
+    assert run(f"{STAGES} {flags}", surroundings=cuda).sglang["pp_size"] == 2
+
+
 def test_what_needs_cuda_is_refused_on_a_cpu(problems: Problems) -> None:
     found = problems(
         "--rollout-backend sglang --sglang-enable-deterministic-inference",
