@@ -253,7 +253,8 @@ def _address_towards(endpoints: Sequence[EngineEndpoint]) -> str:
 
 def _all_or_first_failure(joined: Future[ProcessGroup], asked: Sequence[Future[None]]) -> ProcessGroup:
     """The group once everybody is in it; else what an engine said or suffered, as soon as it is known."""
-    wait([joined, *asked], return_when=FIRST_EXCEPTION)  # each is bounded by the deadline
+    everybody: list[Future[Any]] = [joined, *asked]
+    wait(everybody, return_when=FIRST_EXCEPTION)  # each is bounded by the deadline
     if joined.done() and joined.exception() is not None:
         wait(asked, timeout=_CAUSE_SECONDS, return_when=FIRST_EXCEPTION)
     for future in asked:
