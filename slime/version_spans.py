@@ -12,12 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-NO_VERSION = -1
-"""Version number of a token that no engine generated, or whose weights nobody recorded."""
-
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -72,11 +66,3 @@ def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
 def version_number(version: str) -> int:
     """The version as a number; a name that is none is the engine's own for weights that it loaded itself: 0."""
     return int(version) if version.isdigit() else 0
-
-
-def token_versions(spans: Sequence[VersionSpan], length: int) -> npt.NDArray[np.int64]:
-    """``[length]`` version number of each response token; ``NO_VERSION`` where there is none."""
-    versions = np.full(length, NO_VERSION, dtype=np.int64)
-    for span in spans:
-        versions[span.start : span.end] = version_number(span.version)
-    return versions

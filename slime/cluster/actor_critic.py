@@ -125,9 +125,9 @@ class ActorCritic:
         """Export the actor's Hugging Face weights to ``path``."""
         self._groups["actor"].save_hf(path)
 
-    def connect_engines(self, endpoints: Sequence[EngineEndpoint]) -> None:
+    def connect_engines(self, endpoints: Sequence[EngineEndpoint], check: Callable[[], None] | None = None) -> None:
         """Tell the actor which engines get its weights."""
-        self._groups["actor"].connect_engines(endpoints)
+        self._groups["actor"].connect_engines(endpoints, check)
 
     def update_weights(self, check: Callable[[], None] | None = None) -> dict[str, float]:
         """Bring every engine to the actor's weights."""

@@ -22,6 +22,7 @@ from slime.cluster import waits
 from slime.cluster.engine_commands import engine_environment
 from slime.cluster.engine_server import EngineServer
 from slime.cluster.external_engines import external_endpoints, external_registrations
+from slime.cluster.flush import flush_cache
 from slime.cluster.hosted_server import HostedServer, PortTakenError, failures
 from slime.cluster.placement import Placement, check_engine_slots
 from slime.cluster.ports import PortBook
@@ -151,7 +152,9 @@ class EngineGroup:
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Give the trainer the memory of the engines that share its devices; the cache is flushed first."""
-        self._to_offloaded("/flush_cache", {})
+        http_control.in_parallel(
+            lambda url: flush_cache(url, timeout_seconds=self._control_seconds), self._offloaded_urls
+        )
         self._to_offloaded("/release_memory_occupation", {"tags": list(tags) if tags else None})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -216,10 +219,15 @@ class EngineGroup:
     def _control_seconds(self) -> float:
         return self._config.engine.http_control_timeout_seconds
 
+    @property
+    def _offloaded_urls(self) -> list[str]:
+        return [server.url for server in self.servers if server.planned.offloaded]
+
     def _to_offloaded(self, path: str, payload: Any) -> None:
         seconds = self._control_seconds
-        urls = [server.url for server in self.servers if server.planned.offloaded]
-        http_control.in_parallel(lambda u: http_control.request(f"{u}{path}", payload, timeout_seconds=seconds), urls)
+        http_control.in_parallel(
+            lambda u: http_control.request(f"{u}{path}", payload, timeout_seconds=seconds), self._offloaded_urls
+        )
 
 
 def _wait_ready(processes: Sequence[HostedServer], refs: Sequence[Any], limit: float) -> None:

@@ -8,9 +8,9 @@ and SGLang answers the question by generating a token greedily. When that reques
 sampled by the slower way of mixed requests until it is empty: measured on one H200, 22,000 instead of 34,000 tokens per
 second. An engine that is at work when it is asked answers from its progress alone.
 
-Tests hold: nothing is asked while paused, nor for the first wait and an interval after that; the outcome of questions
-that were under way when the checks were paused is dropped; a server that does not answer is told within the interval
-and the time-outs.
+Tests hold: nothing is asked while paused, nor for the first wait and an interval after that; ``pause`` returns when no
+question is under way any more, whose outcome is dropped; a server that does not answer is told within the interval and
+the time-outs; no answer and no fault of ours ends the checks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,28 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS = 1.0
 
 
-def health_problem(url: str, timeout_seconds: float, attempts: int) -> str | None:
-    """What is wrong with the server whose health is asked at ``url``, ``attempts`` times; None if it is well."""
+def health_problem(
+    url: str, timeout_seconds: float, attempts: int, is_wanted: Callable[[], bool] = lambda: True
+) -> str | None:
+    """What is wrong with the server whose health is asked at ``url``; None if it is well.
+
+    Args:
+        url: Answers 200 when all is well.
+        timeout_seconds: For one answer.
+        attempts: Questions that must fail.
+        is_wanted: Asked before each question; False ends them.
+    """
     problem: str | None = None
     for _ in range(attempts):
+        if not is_wanted():
+            return problem
         try:
             http_control.request(url, timeout_seconds=timeout_seconds, waiter="the health check")
         except (EngineError, WaitTimeoutError) as error:
             problem = str(error)
+        except Exception as error:  # thread boundary: the check of one server must not end those of all
+            logger.exception("the health check of %s failed", url)
+            problem = f"its health check failed: {type(error).__name__}: {error}"
         else:
             return None
     return problem
@@ -72,6 +86,7 @@ class HealthMonitor:
         self._changed = threading.Condition()
         self._due_at: float | None = None
         self._period = 0  # between two pauses: outcomes of an earlier one say nothing any more
+        self._num_asking = 0  # rounds whose questions are under way
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="slime-health", daemon=True)
 
@@ -88,10 +103,15 @@ class HealthMonitor:
                 self._changed.notify()
 
     def pause(self) -> None:
-        """Ask nothing, and drop the outcomes of questions that are under way."""
+        """Ask nothing, drop the outcomes of questions that are under way, and wait for their end.
+
+        An engine that still answers one is not idle: it could not flush its cache, nor give its memory away.
+        """
         with self._changed:
             self._due_at = None
             self._period += 1
+            if not self._changed.wait_for(lambda: not self._num_asking, self._timeout_seconds + _CLOSE_SECONDS):
+                logger.warning("a health check is still under way")
 
     def close(self) -> None:
         """End the thread."""
@@ -113,7 +133,10 @@ class HealthMonitor:
                     return
                 period = self._period
                 self._due_at = time.monotonic() + self._interval_seconds
-            self._round(period, dict(self._targets()))
+            try:
+                self._round(period, dict(self._targets()))
+            except Exception:  # thread boundary: a check that ended unseen would look like good health
+                logger.exception("a round of health checks failed")
 
     def ask_now(self, targets: Mapping[str, str]) -> None:
         """One round of questions at once, paused or not, in the caller's thread."""
@@ -121,9 +144,17 @@ class HealthMonitor:
 
     def _round(self, period: int, targets: Mapping[str, str]) -> None:
         urls = list(targets.values())
-        problems = http_control.in_parallel(
-            lambda url: health_problem(url, self._timeout_seconds, self._attempts), urls
-        )
+        with self._changed:
+            self._num_asking += 1
+        try:
+            problems = http_control.in_parallel(
+                lambda url: health_problem(url, self._timeout_seconds, self._attempts, lambda: period == self._period),
+                urls,
+            )
+        finally:
+            with self._changed:
+                self._num_asking -= 1
+                self._changed.notify_all()
         for (name, url), problem in zip(targets.items(), problems, strict=True):
             with self._changed:
                 if period != self._period:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime import http_control
 from slime.config import Config
 from slime.config.hf import normalize_config, read_config_json
 from slime.config.sections import RolloutConfig
+from slime.engines.features import ask_server_info
 from slime.errors import SlimeError
 from slime.observability.logprob_diagnosis import LogprobFacts, SideFacts
 
@@ -98,7 +98,7 @@ def engine_facts(info: Mapping[str, Any]) -> SideFacts:
 
 def _server_info(url: str) -> Mapping[str, Any]:
     try:
-        return http_control.request(f"{url}/server_info", timeout_seconds=_SECONDS)
+        return ask_server_info(url, timeout_seconds=_SECONDS)
     except SlimeError as error:
         logger.info("%s does not tell how it computes: %s", url, error)
         return {}

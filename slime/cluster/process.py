@@ -13,13 +13,12 @@ import os
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cluster.signals import ENDING
-from slime.errors import EngineError
+from slime.errors import EngineError, WaitTimeoutError
+from slime.http_control import request
 from slime.observability.logger import tail
 from slime.observability.watchdog import expired
 
@@ -127,10 +126,9 @@ def _signal_group(pid: int, signum: signal.Signals) -> None:
 
 
 def responds(url: str, timeout_seconds: float = 5.0) -> bool:
-    """Whether a GET answers 200."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """Whether a GET is answered well."""
     try:
-        with opener.open(url, timeout=timeout_seconds) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, OSError):
+        request(url, timeout_seconds=timeout_seconds)
+    except (EngineError, WaitTimeoutError):
         return False
+    return True

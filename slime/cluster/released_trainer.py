@@ -84,16 +84,16 @@ class ReleasedTrainer:
         """Export Hugging Face weights to ``path``."""
         self._running.save_hf(path)
 
-    def connect_engines(self, endpoints: Sequence[EngineEndpoint]) -> None:
+    def connect_engines(self, endpoints: Sequence[EngineEndpoint], check: Callable[[], None] | None = None) -> None:
         """Tell the ranks which engines get the weights, also those that are started later."""
         self._endpoints = tuple(endpoints)
-        self._running.connect_engines(endpoints)
+        self._running.connect_engines(endpoints, check)
         self._connected = True
 
     def update_weights(self, check: Callable[[], None] | None = None) -> dict[str, float]:
         """Bring every engine to the trainer's weights."""
         if not self._connected:
-            self.connect_engines(self._endpoints)
+            self.connect_engines(self._endpoints, check)
         metrics = self._running.update_weights(check)
         self._version, self._news = self._running.weight_version(), False
         return metrics

@@ -1,7 +1,7 @@
 """One dead engine or router made anew in its place, in the background.
 
 Owns the steps of a replacement and its bound. Tests hold: the new process is on the same slots, and what kept it from
-starting is told with the end of its log.
+starting is told with the end of its log; whatever ends a replacement early is its error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.cluster.engine_server import EngineServer
 from slime.cluster.hosted_server import failures
 from slime.cluster.process import responds
 from slime.cluster.router_server import RouterServer
-from slime.errors import SlimeError, WaitTimeoutError
+from slime.errors import EngineError, SlimeError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ class Replacement:
                 self._finish()
         except SlimeError as error:
             self.error = error
+            return
+        except Exception as error:  # thread boundary: without an error the server would count as back
+            logger.exception("%s was not replaced", server.name)
+            self.error = EngineError(f"the replacement of {server.name} failed: {type(error).__name__}: {error}")
             return
         logger.info("%s is back after %.1f s at %s", server.name, time.monotonic() - started, server.url)
 

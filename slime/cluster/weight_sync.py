@@ -84,11 +84,11 @@ class WeightSync:
 
     def _send(self) -> dict[str, float]:
         endpoints = self._engines.endpoints
+        check = self._engines.check if self._recovery is None else self._check
         if endpoints != self._connected:
             self._connected = ()
-            self._group.connect_engines(endpoints)
+            self._group.connect_engines(endpoints, check)
             self._connected = endpoints
-        check = self._engines.check if self._recovery is None else self._check
         metrics = self._group.update_weights(check=check)
         self._verify_versions()
         return metrics

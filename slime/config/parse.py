@@ -109,11 +109,7 @@ def parse(
     line = _TrainerLine(values, split.megatron, given | frozenset(values), surroundings or Surroundings())
     own_line = line.of(roles.get("actor"))
     draft = own_line.draft(problems)
-    engine_values = _prefixed(families.sglang, split.sglang, specs, draft)
-    check_embedded_flags(draft, engine_values)
-    check_sglang_flags(draft, engine_values)
-    check_overrides(draft, families.sglang, engine_values)
-    check_external_engines(draft, engine_values)
+    engine_values = _engine_values(families.sglang, split.sglang, specs, draft)
     router_values = _prefixed(families.router, split.router, specs, draft)
     if families.custom is not None:
         extra.update(_foreign(families.custom, split.custom, draft))
@@ -242,6 +238,18 @@ def _fill_sections(draft: Draft, values: Mapping[str, Any]) -> None:
     for name, section in SECTIONS.items():
         own = {f.name: values[f.name] for f in dataclasses.fields(section) if f.name in values}
         setattr(draft, name, section(**own))
+
+
+def _engine_values(
+    family: PrefixFamily, groups: Sequence[FlagGroup], specs: Mapping[str, FlagSpec], draft: Draft
+) -> dict[str, Any]:
+    """Values of the engine's own flags, checked against everything else that is said of the engines."""
+    values = _prefixed(family, groups, specs, draft)
+    check_embedded_flags(draft, values)
+    check_sglang_flags(draft, values)
+    check_overrides(draft, family, values)
+    check_external_engines(draft, values)
+    return values
 
 
 def _prefixed(

@@ -67,16 +67,8 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
     samples, group_ids = flatten_groups(groups)
     if not samples:
         raise ValueError(f"rollout {rollout_id} has no samples to train on; every group was dropped or is empty")
-    path = args.custom_convert_samples_to_train_data_path
-    if path is not None:
-        convert = load_plugin(path, flag="--custom-convert-samples-to-train-data-path")
-        columns = convert(args, samples)
-        if not isinstance(columns, Mapping):
-            raise PluginError(
-                f"--custom-convert-samples-to-train-data-path {path}: must return a dict of columns, "
-                f"found {type(columns).__name__}"
-            )
-        return batch_from_columns(rollout_id, cast(Mapping[str, Any], columns), group_ids)
+    if args.custom_convert_samples_to_train_data_path is not None:
+        return _converted(args, args.custom_convert_samples_to_train_data_path, rollout_id, samples, group_ids)
     for sample in samples:
         _check_ready(sample)
     rollout_ids = fill_missing_ids([sample.rollout_id for sample in samples])
@@ -112,6 +104,20 @@ def build_rollout_batch(args: BatchArgs, rollout_id: int, groups: NestedSamples)
         metadata=_metadata_column(samples),
         extra=_extra_columns(samples) | ({} if penalties is None else {"overlong_penalty": penalties}),
     )
+
+
+def _converted(
+    args: BatchArgs, path: str, rollout_id: int, samples: list[Sample], group_ids: list[int]
+) -> RolloutBatch:
+    """The columns that the user's own conversion makes of the samples."""
+    convert = load_plugin(path, flag="--custom-convert-samples-to-train-data-path")
+    columns = convert(args, samples)
+    if not isinstance(columns, Mapping):
+        raise PluginError(
+            f"--custom-convert-samples-to-train-data-path {path}: must return a dict of columns, "
+            f"found {type(columns).__name__}"
+        )
+    return batch_from_columns(rollout_id, cast(Mapping[str, Any], columns), group_ids)
 
 
 def flatten_groups(groups: NestedSamples) -> tuple[list[Sample], list[int]]:

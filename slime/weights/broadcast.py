@@ -3,7 +3,8 @@
 One source, not one per pipeline stage: each NCCL group costs every engine GPU its buffers, stages would have to take
 turns on an engine anyway, and bringing a stage's tensors to the first rank overlaps with the broadcast of those
 before. A piece goes as one flat broadcast, in SGLang's ``flattened_bucket`` order. Tests hold: a group is made anew
-when the engines change, and none is left; an engine that does not answer is named in time.
+when the engines change, and none is left; an engine that does not answer is named in time, one that refuses to join or
+dies meanwhile at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -21,16 +22,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime.engines import api
-from slime.errors import EngineError, SlimeError, WaitTimeoutError, WeightSyncError
+from slime.errors import EngineError, SlimeError, WeightSyncError
 from slime.http_control import HttpStatusError
 from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.flat import LOAD_FORMAT
-from slime.weights.groups import join_group, leave_group, rendezvous_port
+from slime.weights.groups import Rendezvous, join_group, leave_group
 from slime.weights.report import Bucket
 
 GROUP_NAME = "slime"
 _LEAVE_SECONDS = 2.0
+_CAUSE_SECONDS = 1.0
+"""After a failure: until the engine at fault shows it, and until all others have come to where they meet."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 dist = cast(Any, torch.distributed)
@@ -59,6 +62,7 @@ class BroadcastChannel:
         self._sent: Future[None] | None = None
         self._sent_bytes = 0
         self._failure: SlimeError | None = None
+        self._rendezvous: Rendezvous | None = None
         self._group: ProcessGroup | None = None
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -122,11 +126,12 @@ class BroadcastChannel:
         self._pool.shutdown(wait=False)
 
     def _join(self, num_ranks: Sequence[int], backend: str) -> ProcessGroup:
-        address, port = _address_towards(self._calls.endpoints), rendezvous_port()
+        self._leave_on_engines()  # one of an earlier trainer would be in the way
         seconds = self._calls.deadline.seconds_left
+        meeting = self._rendezvous = Rendezvous(_address_towards(self._calls.endpoints), timeout_seconds=seconds)
         body: dict[str, Any] = {
-            "master_address": address,
-            "master_port": port,
+            "master_address": meeting.address,
+            "master_port": meeting.port,
             "world_size": 1 + sum(num_ranks),
             "group_name": GROUP_NAME,
             "backend": backend,
@@ -140,23 +145,31 @@ class BroadcastChannel:
             except HttpStatusError as error:
                 raise WeightSyncError(f"{endpoint.name} cannot join the group of the weights: {error}") from None
 
-        self._leave_on_engines()  # one of an earlier trainer would be in the way
-        asked = [self._pool.submit(ask, endpoint) for endpoint in self._calls.endpoints]
-        try:
-            group = join_group(
-                master_address=address,
-                master_port=port,
+        def join() -> ProcessGroup:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return join_group(
+                master_address=meeting.address,
+                master_port=meeting.port,
                 rank=0,
                 world_size=body["world_size"],
                 name=GROUP_NAME,
                 backend=backend,
                 timeout_seconds=seconds,
+                entry=meeting.entry,
             )
-        except WaitTimeoutError:
-            _raise_first(asked)
+
+        device = torch.cuda.current_device() if backend == "nccl" else None
+        asked = [self._pool.submit(ask, endpoint) for endpoint in self._calls.endpoints]
+        joined = self._pool.submit(join)
+        try:
+            return _all_or_first_failure(joined, asked)
+        except BaseException:
+            # Those that refused nothing would wait for the others: they find the meeting, then lose it.
+            wait(asked, timeout=_CAUSE_SECONDS)
+            meeting.close()
+            joined.add_done_callback(_leave_again)
             raise
-        _raise_first(asked)
-        return group
 
     def _leave_on_engines(self) -> None:
         def leave(endpoint: EngineEndpoint) -> None:
@@ -207,6 +220,8 @@ class BroadcastChannel:
         group, self._group = self._group, None
         if group is not None:
             leave_group(group)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
 
 def laid_out(piece: Bucket) -> tuple[Tensor, dict[str, Any]]:
@@ -236,7 +251,18 @@ def _address_towards(endpoints: Sequence[EngineEndpoint]) -> str:
         return str(probe.getsockname()[0])
 
 
-def _raise_first(asked: Sequence[Future[None]]) -> None:
-    """Raise what an engine said, if one refused."""
+def _all_or_first_failure(joined: Future[ProcessGroup], asked: Sequence[Future[None]]) -> ProcessGroup:
+    """The group once everybody is in it; else what an engine said or suffered, as soon as it is known."""
+    everybody: list[Future[Any]] = [joined, *asked]
+    wait(everybody, return_when=FIRST_EXCEPTION)  # each is bounded by the deadline
+    if joined.done() and joined.exception() is not None:
+        wait(asked, timeout=_CAUSE_SECONDS, return_when=FIRST_EXCEPTION)
     for future in asked:
-        future.result()
+        if future.done():
+            future.result()
+    return joined.result()
+
+
+def _leave_again(joined: Future[ProcessGroup]) -> None:
+    if joined.exception() is None:
+        leave_group(joined.result())

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from slime.engines.features import ask_server_info
 from slime.errors import EngineError, WaitTimeoutError
 from slime.http_control import HttpStatusError, request
 from slime.weights.endpoint import EngineEndpoint
@@ -97,6 +98,11 @@ class EngineCalls:
         seconds = self.deadline.seconds_left if timeout_seconds is None else timeout_seconds
         with naming(endpoint):
             return request(endpoint.url + path, body, timeout_seconds=seconds, waiter="the trainer")
+
+    def server_info(self, endpoint: EngineEndpoint) -> dict[str, Any]:
+        """What an engine says of itself; raises as ``call``."""
+        with naming(endpoint):
+            return ask_server_info(endpoint.url, timeout_seconds=self.deadline.seconds_left, waiter="the trainer")
 
     def each(self, function: Callable[[EngineEndpoint], T]) -> list[T]:
         """``function`` of every engine at the same time, results in order; the first error is raised."""

@@ -196,10 +196,6 @@ class DeltaWriter:
             raise self._unwritable(error) from error
         return self._out
 
-    def discard(self) -> None:
-        """Forget what was written."""
-        shutil.rmtree(self._aside, ignore_errors=True)
-
     def _write_shard(self) -> None:
         if not self._shard:
             return

@@ -12,15 +12,9 @@ import torch
 from slime.errors import EngineError
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.engine_names import EngineLayout, known_layout
+from slime.weights.precision import stated_dtype
 
 _SHARED_EXPERT = re.compile(r"\.shared_experts?\.")
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +46,11 @@ def kind_of(endpoint: EngineEndpoint, info: Mapping[str, Any], model: Mapping[st
         model: ``config.json`` of the model.
     """
     is_cuda = str(info.get("device")).startswith("cuda")
-    dtype = _DTYPES.get(str(info.get("dtype")))
+    dtype = stated_dtype(info.get("dtype"))
     if endpoint.backend == "embedded":
         return EngineKind(None, is_cuda, dtype)
     if dtype is None:  # "auto": that of the checkpoint, but half precision for one in float32
-        stated = _DTYPES.get(str(model.get("dtype") or model.get("torch_dtype")), torch.float32)
+        stated = stated_dtype(model.get("dtype") or model.get("torch_dtype")) or torch.float32
         dtype = torch.float16 if stated is torch.float32 else stated
     layout = known_layout(info, model)
     return layout if isinstance(layout, str) else EngineKind(layout, is_cuda, dtype)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from slime.config import ArgsView, Config
 from slime.plugins import load_plugin
+from slime.weights.control import EngineCalls
 from slime.weights.delta import DeltaForm, DeltaPublisher
 from slime.weights.disk import CheckpointPublisher
-from slime.weights.endpoint import EngineEndpoint
 from slime.weights.from_files import POST_WRITE_FLAG, FileSettings, FileUpdater, PostWriteHook, Publisher
 from slime.weights.pause import pause_mode_for
 from slime.weights.streamed import Verifier
 
 
 def file_updater(
-    config: Config, *, rank: int, world_size: int, verifier: Callable[[Sequence[EngineEndpoint]], Verifier]
+    config: Config, *, rank: int, world_size: int, verifier: Callable[[EngineCalls], Verifier]
 ) -> FileUpdater:
     """One rank's part of the disk transport, whole or as deltas.
 

@@ -85,7 +85,7 @@ class FileSettings:
     timeout_seconds: float
     post_write: PostWriteHook | None
     pause_mode: Callable[[Sequence[EngineEndpoint]], api.PauseMode]
-    verifier: Callable[[Sequence[EngineEndpoint]], Verifier] | None
+    verifier: Callable[[EngineCalls], Verifier] | None
 
 
 class FileUpdater:
@@ -120,9 +120,10 @@ class FileUpdater:
         self._deadline.restart()
         self._team = RankTeam(range(self._world_size), rank=self._rank, deadline=self._deadline)
         if endpoints and self._rank == 0:
+            calls = EngineCalls(endpoints, self._deadline)
             mode = self._settings.pause_mode(endpoints)
-            self._bracket = UpdateBracket(EngineCalls(endpoints, self._deadline), pause_mode=mode, has_session=False)
-            self._verifier = self._settings.verifier(endpoints) if self._settings.verifier else None
+            self._bracket = UpdateBracket(calls, pause_mode=mode, has_session=False)
+            self._verifier = self._settings.verifier(calls) if self._settings.verifier else None
 
     def update(self, buckets: Iterable[Bucket], version: str) -> SyncReport:
         """Bring every engine to new weights; every rank exhausts ``buckets``."""
@@ -207,14 +208,13 @@ class FileUpdater:
                     f"{endpoint.name}: no process of this run is on its host to write the local checkpoint; leave out "
                     "--update-weight-local-checkpoint-dir, which delta updates need"
                 )
-            local = str(Path(endpoint.local_dir).absolute())
-            asked = replace(request, local_dir=local, timeout_seconds=self._deadline.seconds_left)
+            asked = replace(request, local_dir=str(Path(endpoint.local_dir).absolute()))
             try:
-                endpoint.pull(asked)
+                endpoint.pull(replace(asked, timeout_seconds=self._deadline.seconds_left))
             except WeightSyncError as error:
                 logger.warning("%s: %s; trying again from the base", endpoint.name, error)
                 try:
-                    endpoint.pull(asked)
+                    endpoint.pull(replace(asked, timeout_seconds=self._deadline.seconds_left))
                 except WeightSyncError as again:
                     raise WeightSyncError(f"{endpoint.name}: {again}") from None
 

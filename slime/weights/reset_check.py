@@ -7,12 +7,13 @@ loaded. Tests hold: a tensor that was not sent fails the run, on every kind of e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from slime.engines import api
 from slime.errors import WeightSyncError
-from slime.http_control import HttpStatusError, in_parallel, request
+from slime.http_control import HttpStatusError
+from slime.weights.control import EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.engine_answers import ranks_of
 
@@ -25,13 +26,11 @@ class ResetCheck:
     """One check of a fixed set of engines; they are paused from ``reset`` to ``compare``.
 
     Args:
-        endpoints: The engines.
-        timeout_seconds: For each HTTP call.
+        calls: To the engines, which bounds what is asked by the deadline of the update.
     """
 
-    def __init__(self, endpoints: Sequence[EngineEndpoint], *, timeout_seconds: float) -> None:
-        self._endpoints = {endpoint.url: endpoint for endpoint in endpoints}
-        self._timeout = timeout_seconds
+    def __init__(self, calls: EngineCalls) -> None:
+        self._calls = calls
         self._loaded: dict[str, _Sums] = {}
 
     def reset(self) -> None:
@@ -42,15 +41,16 @@ class ResetCheck:
             EngineError: An engine cannot be reached.
         """
 
-        def forget(url: str) -> _Sums:
+        def forget(endpoint: EngineEndpoint) -> _Sums:
             # SGLang compares tensors on CUDA only: without it, the checksums of what was loaded are kept here.
-            loaded = [] if self._compares_by_itself(url) else ranks_of(self._endpoints[url], self._ask(url, "checksum"))
+            loaded = [] if self._compares_by_itself(endpoint) else self._checksums(endpoint)
             if not loaded:
-                self._ask(url, "snapshot")
-            self._ask(url, "reset_tensors")
+                self._ask(endpoint, "snapshot")
+            self._ask(endpoint, "reset_tensors")
             return loaded
 
-        self._loaded = dict(zip(self._endpoints, in_parallel(forget, list(self._endpoints)), strict=True))
+        engines = self._calls.endpoints
+        self._loaded = {e.url: loaded for e, loaded in zip(engines, self._calls.each(forget), strict=True)}
 
     def compare(self) -> None:
         """Compare what every engine holds with what it noted.
@@ -60,40 +60,37 @@ class ResetCheck:
             EngineError: An engine cannot be reached.
         """
 
-        def differences(url: str) -> list[str]:
-            loaded = self._loaded[url]
+        def differences(endpoint: EngineEndpoint) -> list[str]:
+            loaded = self._loaded[endpoint.url]
             if not loaded:
-                self._ask(url, "compare")
+                self._ask(endpoint, "compare")
                 return []
-            held = ranks_of(self._endpoints[url], self._ask(url, "checksum"))
             return [
                 f"process {rank}: {name} has checksum {now.get(name)}, {checksum} after loading"
-                for (rank, before), (_, now) in zip(loaded, held, strict=True)
+                for (rank, before), (_, now) in zip(loaded, self._checksums(endpoint), strict=True)
                 for name, checksum in before.items()
                 if now.get(name) != checksum
             ]
 
         problems: list[str] = []
-        for url, different in zip(self._endpoints, in_parallel(differences, list(self._endpoints)), strict=True):
-            problems += [f"{self._endpoints[url].name}, {text}" for text in different[:_NAMED]]
+        for endpoint, different in zip(self._calls.endpoints, self._calls.each(differences), strict=True):
+            problems += [f"{endpoint.name}, {text}" for text in different[:_NAMED]]
             if len(different) > _NAMED:
-                problems.append(f"{self._endpoints[url].name}: {len(different) - _NAMED} more tensors")
+                problems.append(f"{endpoint.name}: {len(different) - _NAMED} more tensors")
         if problems:
             raise WeightSyncError(_explain("\n".join(problems)))
 
-    def _compares_by_itself(self, url: str) -> bool:
-        info = request(url + api.SERVER_INFO, timeout_seconds=self._timeout, waiter="the trainer")
-        is_ours = self._endpoints[url].backend == "embedded"
-        return is_ours or str(cast("dict[str, Any]", info).get("device")) == "cuda"
+    def _compares_by_itself(self, endpoint: EngineEndpoint) -> bool:
+        return endpoint.backend == "embedded" or str(self._calls.server_info(endpoint).get("device")) == "cuda"
 
-    def _ask(self, url: str, action: str) -> Any:
+    def _checksums(self, endpoint: EngineEndpoint) -> _Sums:
+        return ranks_of(endpoint, self._ask(endpoint, "checksum"))
+
+    def _ask(self, endpoint: EngineEndpoint, action: str) -> Any:
         try:
-            return request(
-                url + api.WEIGHTS_CHECKER, {"action": action}, timeout_seconds=self._timeout, waiter="the trainer"
-            )
+            return self._calls.call(endpoint, api.WEIGHTS_CHECKER, {"action": action})
         except HttpStatusError as error:
-            name = self._endpoints[url].name
-            text = f"{name} refused {action}: {error}"
+            text = f"{action} was refused by {error}"
             raise WeightSyncError(_explain(text) if action == "compare" else text) from None
 
 

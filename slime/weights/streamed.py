@@ -18,21 +18,20 @@ from urllib.parse import urlsplit
 import torch
 
 from slime.engines import api
-from slime.engines.features import ask_features
+from slime.engines.features import features_of
 from slime.errors import SlimeError, WeightSyncError
 from slime.weights.bracket import UpdateBracket
 from slime.weights.broadcast import BroadcastChannel
-from slime.weights.control import Deadline, EngineCalls, naming
+from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.flat import pieces_of
-from slime.weights.precision import held_dtype
+from slime.weights.precision import held_dtype, stated_dtype
 from slime.weights.report import Bucket, Receivers, SyncReport
 from slime.weights.team import RankTeam
 from slime.weights.transport import TensorChannel
 
 T = TypeVar("T")
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PIECES_PER_BUCKET = 2
 """One is read while the next is laid out; both together are a bucket."""
 
@@ -111,7 +110,7 @@ class StreamSettings:
     timeout_seconds: float
     bucket_bytes: int
     pause_mode: Callable[[Sequence[EngineEndpoint]], api.PauseMode]
-    verifier: Callable[[Sequence[EngineEndpoint]], Verifier] | None = None
+    verifier: Callable[[EngineCalls], Verifier] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class StreamedUpdater:
 
     def _prepare_bracket(self, calls: EngineCalls) -> None:
         self._bracket = UpdateBracket(calls, pause_mode=self._settings.pause_mode(calls.endpoints))
-        self._verifier = self._settings.verifier(calls.endpoints) if self._settings.verifier else None
+        self._verifier = self._settings.verifier(calls) if self._settings.verifier else None
 
     def _open(self, stack: contextlib.ExitStack, version: str) -> SlimeError | None:
         """On the first rank, let the engines wait until ``stack`` closes."""
@@ -305,15 +304,13 @@ class StreamedUpdater:
 
 
 def _facts(calls: EngineCalls, endpoint: EngineEndpoint) -> _Facts:
-    seconds = calls.deadline.seconds_left
-    with naming(endpoint):
-        features = ask_features(endpoint.url, timeout_seconds=seconds, waiter="the trainer")
+    features = features_of(calls.server_info(endpoint))
     if features.pp_size > 1:
         raise WeightSyncError(
             f"{endpoint.name} is split into {features.pp_size} pipeline stages, which only take weights from disk; "
             "use --update-weight-transport disk, or tensor parallelism alone"
         )
-    return _Facts(_DTYPES.get(features.dtype or ""), features.tp_size)
+    return _Facts(stated_dtype(features.dtype), features.tp_size)
 
 
 def _is_of_this_host(endpoint: EngineEndpoint) -> bool:

@@ -76,11 +76,7 @@ def build_updater(config: Config, place: TrainerRank) -> WeightUpdater:
     """
     weights = config.weights
     assert config.hf is not None, "a training configuration has a checkpoint"
-    verifiers = Verifiers(
-        model=config.hf.config,
-        timeout_seconds=weights.weight_sync_timeout_seconds,
-        check_equal=weights.check_weight_update_equal,
-    )
+    verifiers = Verifiers(model=config.hf.config, check_equal=weights.check_weight_update_equal)
     if weights.update_weight_transport == "disk":  # whole checkpoints, or deltas
         return file_updater(config, rank=place.rank, world_size=place.world_size, verifier=verifiers.of)
     is_cuda = config.cluster.device == "cuda"

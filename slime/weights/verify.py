@@ -14,13 +14,14 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from slime.engines import api
 from slime.errors import EngineError, WeightSyncError
-from slime.http_control import HttpStatusError, in_parallel, request
+from slime.http_control import HttpStatusError
+from slime.weights.control import EngineCalls
 from slime.weights.digests import CpuDigest, CudaDigest
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.engine_answers import EngineKind, kind_of, not_comparable, ranks_of
@@ -97,9 +98,8 @@ class WeightVerifier:
     paused from ``reset`` until ``check`` has returned, or they answer with weights that are not proven.
 
     Args:
-        endpoints: The engines.
+        calls: To the engines, which bounds what is asked by the deadline of each update.
         model: ``config.json`` of the model.
-        timeout_seconds: For each HTTP call.
         share: Of the time of a synchronisation that checks may take; None checks everything every time.
         check_equal: Whether the first update must bring what the engines loaded from disk; see ``ResetCheck``.
 
@@ -110,18 +110,20 @@ class WeightVerifier:
 
     def __init__(
         self,
-        endpoints: Sequence[EngineEndpoint],
+        calls: EngineCalls,
         *,
         model: Mapping[str, Any],
-        timeout_seconds: float,
         share: float | None = CHECK_SHARE,
         check_equal: bool = False,
     ) -> None:
-        self._timeout = timeout_seconds
-        infos = self._ask([endpoint.url for endpoint in endpoints], api.SERVER_INFO, None)
-        self._engines = [_Engine(endpoint, _kind(endpoint, infos[endpoint.url], model)) for endpoint in endpoints]
+        self._calls = calls
+        infos = calls.each(calls.server_info)
+        self._engines = [
+            _Engine(endpoint, kind_of(endpoint, info, model))
+            for endpoint, info in zip(calls.endpoints, infos, strict=True)
+        ]
         self._rotation = Rotation(share=share)
-        self._reset_check = ResetCheck(endpoints, timeout_seconds=timeout_seconds) if check_equal else None
+        self._reset_check = ResetCheck(calls) if check_equal else None
         self._expected: dict[EngineKind, Expectation] = {}
         self._version = api.INITIAL_WEIGHT_VERSION
         self._added = 0
@@ -158,7 +160,7 @@ class WeightVerifier:
             added = pool.submit(self.add, bucket)
             yield
             waited = time.monotonic()
-            added.result(self._timeout)
+            added.result(self._calls.deadline.seconds_left)
             self._hash_seconds += time.monotonic() - waited
 
     def check(self, version: str, *, send_seconds: float) -> Verification:
@@ -204,7 +206,7 @@ class WeightVerifier:
     def _compare_all(self, sums: Mapping[EngineKind, Checksums], version: str, result: Verification) -> None:
         body = {"action": "checksum", "selector": "target", "skip_tensor_list": self._rotation.skipped()}
         asked = [(engine, engine.kind) for engine in self._engines if isinstance(engine.kind, EngineKind)]
-        replies = self._ask([engine.endpoint.url for engine, _ in asked], api.WEIGHTS_CHECKER, body)
+        replies = self._ask([engine.endpoint for engine, _ in asked], body)
         problems: list[str] = []
         for engine, kind in asked:
             reply = replies[engine.endpoint.url]
@@ -257,18 +259,19 @@ class WeightVerifier:
         engine.tell(unknown)
         return wrong
 
-    def _ask(self, urls: Sequence[str], path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """One request to each engine at the same time; a refusal is returned, not raised."""
+    def _ask(self, endpoints: Sequence[EngineEndpoint], body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of each of these engines by its address; a refusal is returned, not raised."""
+        calls = EngineCalls(endpoints, self._calls.deadline)
 
-        def call(url: str) -> Any:
+        def ask(endpoint: EngineEndpoint) -> Any:
             try:
-                return request(url + path, body, timeout_seconds=self._timeout, waiter="the trainer")
+                return calls.call(endpoint, api.WEIGHTS_CHECKER, body)
             except HttpStatusError as error:
                 if error.status not in _REFUSALS:
                     raise
                 return error
 
-        return dict(zip(urls, in_parallel(call, urls), strict=True))
+        return {endpoint.url: answer for endpoint, answer in zip(endpoints, calls.each(ask), strict=True)}
 
 
 class Verifiers:
@@ -276,30 +279,21 @@ class Verifiers:
 
     Args:
         model: ``config.json`` of the model.
-        timeout_seconds: For each HTTP call.
         check_equal: ``--check-weight-update-equal``: check every tensor every time, and at the first synchronisation of
             the run compare with what the engines loaded; later the trainer has other weights than that.
     """
 
-    def __init__(self, *, model: Mapping[str, Any], timeout_seconds: float, check_equal: bool) -> None:
+    def __init__(self, *, model: Mapping[str, Any], check_equal: bool) -> None:
         self._model = model
-        self._timeout = timeout_seconds
         self._check_equal = check_equal
         self._is_first = True
 
-    def of(self, endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
+    def of(self, calls: EngineCalls) -> WeightVerifier:
         """The verifier of these engines."""
         is_first, self._is_first = self._is_first, False
         return WeightVerifier(
-            endpoints,
+            calls,
             model=self._model,
-            timeout_seconds=self._timeout,
             share=None if self._check_equal else CHECK_SHARE,
             check_equal=self._check_equal and is_first,
         )
-
-
-def _kind(endpoint: EngineEndpoint, info: Any, model: Mapping[str, Any]) -> EngineKind | str:
-    if not isinstance(info, dict):
-        return f"it answered {api.SERVER_INFO} with {info!r:.200}"
-    return kind_of(endpoint, cast("dict[str, Any]", info), model)

@@ -19,7 +19,6 @@ from slime.engines.api import PauseMode
 from slime.rollout.context import RolloutContext
 from slime.rollout.pipeline import generate_rollout
 from slime.types import Sample
-from slime.version_spans import token_versions
 from tests.sglang.servers import Server, sglang_server
 from tests.support.engine_process import router_process
 from tests.support.rollout_args import ListSource, open_context
@@ -81,7 +80,9 @@ def test_routes_across_a_switch(mode: PauseMode, paths: dict[str, Path], server:
     assert sample.rollout_log_probs is not None
     assert max(worst_difference(sample.tokens, sample.rollout_log_probs, spans, models).values()) <= 1e-5
     prompt_length = len(sample.tokens) - LENGTH
-    drawn_by = np.concatenate([np.ones(prompt_length - 1), token_versions(spans, LENGTH)])  # of the next token
+    drawn_by = np.ones(prompt_length - 1 + LENGTH)  # of the next token
+    for span in spans:
+        drawn_by[prompt_length - 1 + span.start : prompt_length - 1 + span.end] = int(span.version)
     by_old, by_new = (routes_of(paths[v], sample.tokens)[:-1] for v in ("1", "2"))
     expected = np.where(drawn_by[:, None, None] == 1, by_old, by_new)
     assert (by_old != by_new).any(-1).mean() > 0.5

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime.errors import WeightSyncError
 from slime.http_control import request
+from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.reset_check import ResetCheck
 from slime.weights.verify import WeightVerifier
@@ -63,7 +64,7 @@ def verify(checker: WeightVerifier, weights: dict[str, Tensor], version: str, se
 def test_every_tensor_of_every_process_is_compared(
     endpoint: EngineEndpoint, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    checker = WeightVerifier([endpoint], model=config, timeout_seconds=60, share=None)
+    checker = WeightVerifier(EngineCalls([endpoint], Deadline(60)), model=config, share=None)
     for seed in (0, 1):
         weights = tiny_weights(config, seed)
         load(endpoint, tmp_path / "model", config, weights)
@@ -86,7 +87,7 @@ def test_every_tensor_of_every_process_is_compared(
 def test_a_wrong_value_in_the_server_is_found(
     endpoint: EngineEndpoint, config: dict[str, Any], tmp_path: Path, wrong: str, place: tuple[int, int], held_in: str
 ) -> None:
-    checker = WeightVerifier([endpoint], model=config, timeout_seconds=60, share=None)
+    checker = WeightVerifier(EngineCalls([endpoint], Deadline(60)), model=config, share=None)
     weights = tiny_weights(config, 2)
     load(endpoint, tmp_path / "model", config, weights)
     verify(checker, weights, "7")
@@ -100,7 +101,7 @@ def test_a_wrong_value_in_the_server_is_found(
 
 
 def test_the_server_is_asked_for_a_part(endpoint: EngineEndpoint, config: dict[str, Any], tmp_path: Path) -> None:
-    checker = WeightVerifier([endpoint], model=config, timeout_seconds=60)
+    checker = WeightVerifier(EngineCalls([endpoint], Deadline(60)), model=config)
     weights = tiny_weights(config, 3)
     load(endpoint, tmp_path / "model", config, weights)
     assert verify(checker, weights, "0", send_seconds=1e-9).verified == NUM_TENSORS
@@ -113,7 +114,7 @@ def test_a_tensor_that_no_update_writes_is_found(
 ) -> None:
     weights = tiny_weights(config, 4)
     load(endpoint, tmp_path / "model", config, weights)
-    check = ResetCheck([endpoint], timeout_seconds=60)
+    check = ResetCheck(EngineCalls([endpoint], Deadline(60)))
     check.reset()
     load(endpoint, tmp_path / "model", config, weights)
     check.compare()
@@ -129,4 +130,4 @@ def test_values_are_compared_bit_by_bit(endpoint: EngineEndpoint, config: dict[s
     name = "model.norm.weight"
     load(endpoint, tmp_path / "model", config, weights | {name: torch.nextafter(weights[name], weights[name] + 1)})
     with pytest.raises(WeightSyncError, match=name):
-        verify(WeightVerifier([endpoint], model=config, timeout_seconds=60, share=None), weights, "1")
+        verify(WeightVerifier(EngineCalls([endpoint], Deadline(60)), model=config, share=None), weights, "1")

@@ -41,7 +41,7 @@ def updater(publisher: Any, server: Server, local: Path, hook: PostWriteHook | N
         timeout_seconds=120,
         post_write=hook,
         pause_mode=lambda _: "retract",
-        verifier=lambda endpoints: WeightVerifier(endpoints, model=config, timeout_seconds=60, share=None),
+        verifier=lambda calls: WeightVerifier(calls, model=config, share=None),
     )
     way = FileUpdater(settings, lambda: publisher, rank=0, world_size=1)
     endpoint = EngineEndpoint(

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from slime.weights.bracket import release
+from slime.weights.control import EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.streamed import StreamedUpdater, StreamSettings
 from slime.weights.verify import WeightVerifier
@@ -36,10 +37,9 @@ def updater_of(
 ) -> Generator[StreamedUpdater]:
     """The updater of a trainer of one rank, connected to engines; with ``model`` it verifies."""
 
-    def verifier(endpoints: Sequence[EngineEndpoint]) -> WeightVerifier:
+    def verifier(calls: EngineCalls) -> WeightVerifier:
         assert model is not None
-        config = json.loads((model / "config.json").read_text())
-        return WeightVerifier(endpoints, model=config, timeout_seconds=timeout_seconds, share=None)
+        return WeightVerifier(calls, model=json.loads((model / "config.json").read_text()), share=None)
 
     settings = StreamSettings(
         is_cuda=False,

@@ -69,11 +69,6 @@ class DeviceState:
         """What is on the device now."""
         return tuple(part for part in Part if part not in self._away)
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that is kept for what leaves the device."""
-        return sum(space.num_bytes for space in self._host.values())
-
     def _copy_out(self, part: Part) -> list[_Parked]:
         if part is Part.GRADIENTS:
             self._optimizer.zero_grad()  # main gradients in another dtype are tensors of their own

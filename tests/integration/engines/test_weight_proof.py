@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.errors import WeightSyncError
+from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.reset_check import ResetCheck
 from slime.weights.verify import Verification, WeightVerifier
@@ -52,7 +53,7 @@ def verify(
 
 
 def test_a_wrong_value_in_any_tensor_is_found(endpoint: EngineEndpoint, config: dict[str, Any], tmp_path: Path) -> None:
-    checker = WeightVerifier([endpoint], model=config, timeout_seconds=60, share=None)
+    checker = WeightVerifier(EngineCalls([endpoint], Deadline(60)), model=config, share=None)
     weights = tiny_weights(config, 1)
     load(endpoint, tmp_path, config, weights)
     result = verify(checker, weights, "7")
@@ -77,7 +78,7 @@ def test_a_wrong_value_in_any_tensor_is_found(endpoint: EngineEndpoint, config: 
 
 
 def test_the_engine_is_asked_for_a_part(endpoint: EngineEndpoint, config: dict[str, Any], tmp_path: Path) -> None:
-    checker = WeightVerifier([endpoint], model=config, timeout_seconds=60)
+    checker = WeightVerifier(EngineCalls([endpoint], Deadline(60)), model=config)
     weights = tiny_weights(config, 2)
     load(endpoint, tmp_path, config, weights)
     assert verify(checker, weights, "0", send_seconds=1e-9).verified == len(weights)
@@ -93,7 +94,7 @@ def test_a_tensor_that_no_update_writes_is_found(
 ) -> None:
     weights = tiny_weights(config, 3)
     load(endpoint, tmp_path, config, weights)
-    check = ResetCheck([endpoint], timeout_seconds=60)
+    check = ResetCheck(EngineCalls([endpoint], Deadline(60)))
     check.reset()
     load(endpoint, tmp_path, config, weights)
     check.compare()

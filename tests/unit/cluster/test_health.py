@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from slime import http_control
 from slime.cluster.health import HealthMonitor, health_problem
 
 
@@ -88,7 +89,7 @@ def test_a_server_that_is_gone(server):
 
 
 def test_a_server_is_asked_at_every_interval_and_a_failure_is_told(server):
-    with monitor({"engine 0": server.url}) as (checks, failed):
+    with monitor({"engine 0": server.url}, timeout=1.0) as (checks, failed):
         checks.resume()
         wait_until(lambda: len(server.asked) >= 3)
         assert not failed
@@ -132,6 +133,53 @@ def test_what_was_under_way_when_the_checks_were_paused_is_dropped(server):
         checks.resume()
         wait_until(lambda: len(server.asked) >= 3)  # the round of after the pause
         assert not failed
+
+
+def test_pause_waits_until_no_question_is_under_way(server):
+    """An engine that still answers one is not idle; a second question is not asked either."""
+    with monitor({"engine 0": server.url}, timeout=1.0) as (checks, failed):
+        server.answers = [0.4]
+        checks.resume()
+        wait_until(lambda: server.asked)
+        checks.pause()
+        assert time.monotonic() - server.asked[0] >= 0.4
+    with monitor({"engine 0": server.url}, timeout=0.2) as (checks, failed):
+        server.asked.clear()
+        server.answers = [5.0, 5.0]
+        checks.resume()
+        wait_until(lambda: server.asked)
+        checks.pause()
+        assert time.monotonic() - server.asked[0] < 1.0
+        time.sleep(0.1)
+        assert len(server.asked) == 1
+        assert not failed
+
+
+def test_no_fault_ends_the_checks(server, monkeypatch, caplog):
+    real, asked = http_control.request, []
+
+    def request(url, **options):
+        asked.append(url)
+        if len(asked) <= 2:
+            raise KeyError("status")
+        return real(url, **options)
+
+    monkeypatch.setattr(http_control, "request", request)
+    told = []
+
+    def tell(*what):
+        told.append(what)
+        raise ValueError("the owner's fault")
+
+    checks = HealthMonitor(
+        lambda: {"engine 0": server.url}, tell, interval_seconds=0.05, timeout_seconds=1.0, first_wait_seconds=0.0
+    )
+    checks.start()
+    checks.resume()
+    wait_until(lambda: len(server.asked) >= 2)
+    checks.close()
+    assert told == [("engine 0", server.url, "its health check failed: KeyError: 'status'")]
+    assert "the owner's fault" in caplog.text
 
 
 def test_a_round_can_be_asked_for_at_once(server):

@@ -43,7 +43,7 @@ class Processes:
         self.trained = self.disk.newest if config.checkpoint.resume else None
         return 0 if self.trained is None else self.trained + 1
 
-    def connect_engines(self, endpoints: Any) -> None:
+    def connect_engines(self, endpoints: Any, check: Any = None) -> None:
         self.engines = tuple(endpoints)
 
     def begin(self, method: str, version: int, weights_changed: bool) -> tuple[int, bool]:

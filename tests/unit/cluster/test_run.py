@@ -90,7 +90,7 @@ class Trainer:
         self.devices.trainer = set()
         self.devices.note("trainer sleeps")
 
-    def connect_engines(self, endpoints):
+    def connect_engines(self, endpoints, check):
         self.devices.note("connect")
 
     def update_weights(self, check):

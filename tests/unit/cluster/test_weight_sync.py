@@ -36,9 +36,12 @@ class Trainer:
     def __init__(self, log):
         self.log = log
         self.failures = []
+        self.checks_while_connecting = False
 
-    def connect_engines(self, endpoints):
+    def connect_engines(self, endpoints, check):
         self.log.append("connect " + " ".join(endpoint.url for endpoint in endpoints))
+        if self.checks_while_connecting:
+            check()
 
     def update_weights(self, check):
         self.log.append("update")
@@ -118,6 +121,15 @@ def test_a_failure_that_is_nobodys_death_is_final(parts):
     with pytest.raises(WeightSyncError, match="another tensor"):
         make_sync(trainer, engines, Recovery(engines)).send()
     assert log.count("update") == 1
+
+
+def test_an_engine_that_dies_while_it_is_connected_ends_the_wait(parts):
+    trainer, engines, log = parts
+    recovery = Recovery(engines)
+    trainer.checks_while_connecting = recovery.replacing = True
+    with pytest.raises(WeightSyncError, match="failed while weights were sent"):
+        make_sync(trainer, engines, recovery).send()
+    assert "update" not in log
 
 
 def test_three_tries_are_enough(parts):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.errors import WeightSyncError
+from slime.errors import WaitTimeoutError, WeightSyncError
 from slime.weights.checksum import tensor_checksum
+from slime.weights.control import Deadline, EngineCalls
 from slime.weights.endpoint import EngineEndpoint
 from slime.weights.verify import Verification, Verifiers, WeightVerifier
 
@@ -54,10 +56,12 @@ def fused(weights: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]
 class Engine:
     """A server that answers ``/server_info`` and ``/weights_checker``, like SGLang or like the embedded engine."""
 
-    def __init__(self, *, is_ours: bool = False, size: int = 1, can_skip: bool = True) -> None:
+    def __init__(self, *, is_ours: bool = False, size: int = 1, can_skip: bool = True, is_old: bool = False) -> None:
         self.is_ours = is_ours
         self.size = size
         self.can_skip = can_skip
+        self.info_path = "/get_server_info" if is_old else "/server_info"
+        self.before_answer: Callable[[], object] = lambda: None
         self.ranks: list[dict[str, Tensor]] = [{} for _ in range(size)]
         self.refusal = ""
         self.skipped: list[list[str]] = []
@@ -68,8 +72,11 @@ class Engine:
         self.ranks = [dict(weights)] if self.is_ours else [fused(weights, rank, self.size) for rank in range(self.size)]
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if path == "/server_info":
+        if path == self.info_path:
             return 200, {"tp_size": self.size, "device": "cpu", "dtype": "float32"}
+        if path != "/weights_checker":
+            return 404, None
+        self.before_answer()
         if self.refusal:
             return 400, {"success": False, "message": self.refusal}
         self.actions.append(body["action"])
@@ -130,7 +137,7 @@ def serving(*engines: Engine) -> Iterator[list[EngineEndpoint]]:
 
 
 def verifier(endpoints: list[EngineEndpoint], share: float | None = None) -> WeightVerifier:
-    return WeightVerifier(endpoints, model=MODEL, timeout_seconds=10, share=share)
+    return WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=MODEL, share=share)
 
 
 def sync(checker: WeightVerifier, weights: dict[str, Tensor], version: str, send_seconds: float = 10.0) -> Verification:
@@ -284,7 +291,7 @@ def test_experts_that_hold_the_shared_one_are_not_compared(family: str, shared: 
     engine = Engine()
     engine.ranks = [{f"{prefix}experts.w13_weight": torch.zeros(2, 8, 8)}]
     with serving(engine) as endpoints:
-        checker = WeightVerifier(endpoints, model=model, timeout_seconds=10, share=None)
+        checker = WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=model, share=None)
         result = sync(checker, sent, "1")
     assert (result.verified, result.unverified) == (0, 3)
 
@@ -293,9 +300,9 @@ def test_the_first_update_must_bring_what_was_loaded() -> None:
     engines = [Engine(size=2), Engine(is_ours=True)]
     loaded, trained = sent_weights(1), sent_weights(2)
     with serving(*engines) as endpoints:
-        verifiers = Verifiers(model=MODEL, timeout_seconds=10, check_equal=True)
+        verifiers = Verifiers(model=MODEL, check_equal=True)
         for weights in (loaded, trained):  # engines that came later loaded what the trainer no longer has
-            checker = verifiers.of(endpoints)
+            checker = verifiers.of(EngineCalls(endpoints, Deadline(10)))
             for engine in engines:
                 engine.hold(loaded)
                 engine.actions.clear()
@@ -315,7 +322,7 @@ def test_the_first_update_must_bring_what_was_loaded() -> None:
 def test_a_trainer_with_other_weights_than_were_loaded_is_told_of_the_flag() -> None:
     engine = Engine()
     with serving(engine) as endpoints:
-        checker = WeightVerifier(endpoints, model=MODEL, timeout_seconds=10, check_equal=True)
+        checker = WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=MODEL, check_equal=True)
         engine.hold(sent_weights(1))
         checker.begin()
         checker.reset()
@@ -323,3 +330,49 @@ def test_a_trainer_with_other_weights_than_were_loaded_is_told_of_the_flag() -> 
         engine.hold(sent_weights(2))
         with pytest.raises(WeightSyncError, match=r"--check-weight-update-equal: .* other weights than the engines"):
             checker.check("1", send_seconds=1.0)
+
+
+def test_checks_end_with_the_deadline_of_the_update_and_name_the_engine() -> None:
+    engine = Engine()
+    weights = sent_weights(1)
+    over = threading.Event()
+    with serving(engine, Engine()) as endpoints:
+        calls = EngineCalls(endpoints, Deadline(1.0))
+        checker = WeightVerifier(calls, model=MODEL, share=None, check_equal=True)
+        engine.before_answer = lambda: over.wait(10)
+        try:
+            for ask in (checker.reset, lambda: checker.check("1", send_seconds=1.0)):
+                calls.deadline.restart()
+                checker.begin()
+                checker.add(weights.items())
+                started = time.monotonic()
+                with pytest.raises(WaitTimeoutError, match=r"^engine 0: the trainer waited 1 s for .*/weights_checker"):
+                    ask()
+                assert time.monotonic() - started < 3
+        finally:
+            over.set()
+
+
+def test_a_refusal_before_the_first_update_names_the_engine() -> None:
+    engine = Engine(is_ours=True)
+    with serving(engine) as endpoints:
+        checker = WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=MODEL, check_equal=True)
+        engine.refusal = "busy"
+        with pytest.raises(WeightSyncError, match=r"^snapshot was refused by engine 0: .* answered 400"):
+            checker.reset()
+
+
+def test_engines_that_tell_what_they_are_at_the_old_address_are_compared() -> None:
+    engine = Engine(is_old=True)
+    weights = sent_weights(1)
+    with serving(engine) as endpoints:
+        checker = WeightVerifier(EngineCalls(endpoints, Deadline(10)), model=MODEL, share=None, check_equal=True)
+        engine.hold(weights)
+        checker.begin()
+        checker.reset()
+        assert engine.actions == ["checksum", "reset_tensors"]
+        checker.add(weights.items())
+        engine.hold(weights)
+        result = checker.check("1", send_seconds=1.0)
+    assert result.unverified == 0
+    assert result.verified > 0
