@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from slime.engines.api import PauseMode
+from slime.http_control import request
 from slime.rollout.context import RolloutContext
 from slime.rollout.pipeline import generate_rollout
 from slime.types import Sample
@@ -58,6 +59,14 @@ def generate(context: RolloutContext) -> Sample:
     return context.generate(generate_rollout, 0, ListSource(["a prompt for experts"], 1)).samples[0][0]
 
 
+def seconds_of_tokens(url: str, count: int) -> float:
+    """How long this server needs for ``count`` tokens now, on whatever machine and under whatever load."""
+    sampling = {"max_new_tokens": count, "ignore_eos": True}
+    started = time.monotonic()
+    request(f"{url}/generate", {"input_ids": [65, 66, 67], "sampling_params": sampling}, timeout_seconds=60)
+    return time.monotonic() - started
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract"])
 def test_routes_across_a_switch(mode: PauseMode, paths: dict[str, Path], server: Server) -> None:
     change_weights(server.url, paths["1"], "1", "abort")
@@ -70,8 +79,9 @@ def test_routes_across_a_switch(mode: PauseMode, paths: dict[str, Path], server:
         open_context(paths["1"], router, **flags) as context,
         ThreadPoolExecutor(1) as pool,
     ):
+        seconds = seconds_of_tokens(server.url, LENGTH // 2)
         rollout = pool.submit(generate, context)
-        time.sleep(0.4)
+        time.sleep(seconds)
         change_weights(server.url, paths["2"], "2", mode)
         sample = rollout.result(60)
     spans = sample.weight_version_spans

@@ -22,7 +22,7 @@ from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(300)]
 
-NUM_REQUESTS, NUM_TOKENS = 24, 300
+NUM_REQUESTS, NUM_TOKENS = 24, 1500  # enough to be at work while a health check takes its second
 
 
 @pytest.fixture
