@@ -32,6 +32,7 @@ KILL_SECONDS = 10.0
 
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port is already in use|is not available in \d+ s", re.I)
 _PORT_LINES = 200
+_HOST_SUFFIX = " host"
 
 
 class PortTakenError(EngineError):
@@ -81,7 +82,8 @@ class ServerActor:
     def launch(self, command: list[str], log_path: Path, env: dict[str, str]) -> None:
         """Start the server; one that is still there is ended first."""
         self.stop()
-        self._process = ServerProcess(self._setting.name, command, log_path=log_path, env=env)
+        name = self._setting.name.removesuffix(_HOST_SUFFIX)  # messages are about the server
+        self._process = ServerProcess(name, command, log_path=log_path, env=env)
 
     def wait_ready(self, url: str, timeout_seconds: float) -> None:
         """Wait until ``url`` answers.
@@ -137,7 +139,7 @@ class HostedServer:
         self.name = name
         self.log_path = log_dir / f"{name.replace(' ', '_')}.log"
         self._options = options
-        self._setting = ActorSetting.of(f"{name} host", log_dir)
+        self._setting = ActorSetting.of(f"{name}{_HOST_SUFFIX}", log_dir)
         self._local = local
         self._timeout_seconds = timeout_seconds
         self._actor: Any = None
