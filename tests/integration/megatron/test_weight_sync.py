@@ -29,7 +29,7 @@ from tests.support.fake_control import ControlRecorder
 from tests.support.gloo import Rank, run_ranks
 from tests.support.tiny_models import Family, make_tiny_model
 from tests.support.training import make_config
-from tests.support.weight_updates import endpoints_of, shared_memory_files
+from tests.support.weight_updates import endpoints_of, let_go, shared_memory_files
 from tests.support.workers import running_worker
 
 pytestmark = pytest.mark.timeout(200)
@@ -122,6 +122,7 @@ def update_with_a_frozen_rank(rank: Rank, url: str, timeout_seconds: float) -> t
         seconds, message = 0.0, "no error"
     after = ""
     if rank.rank == 0:
+        let_go([url])  # the driver's part: the update itself leaves engines paused
         reply = post(url, "/generate", {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}})
         after = reply["meta_info"]["finish_reason"]["type"]
         os.kill(int(store.get("pid 1")), signal.SIGCONT)
