@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.cluster import engines as engines_module
+from slime.cluster import waits
 from slime.cluster.engines import EngineGroup
 from slime.config import ClusterConfig, Config, EngineConfig, RolloutConfig
 from slime.config.external import ExternalEngine
@@ -25,6 +26,7 @@ def group(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(engines_module, "external_endpoints", lambda config: (endpoint,))
     monkeypatch.setattr(engines_module.ray, "nodes", lambda: [{"Alive": True}])
     monkeypatch.setattr(engines_module, "deregister", lambda router, urls: None)
+    monkeypatch.setattr(waits, "on_this_node", dict)
     known = ExternalEngine(url=engine.url, backend="embedded", num_gpus=1, worker_type="regular", model_path="m")
     config = Config(
         cluster=ClusterConfig(device="cpu"),
