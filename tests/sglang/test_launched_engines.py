@@ -18,6 +18,7 @@ from slime.config import ClusterConfig, Config, DebugConfig, EngineConfig, Rollo
 from slime.config.external import ExternalEngine, read_external
 from slime.engines.features import ask_server_info
 from slime.http_control import request
+from tests.support.engine_groups import running_engines
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,17 +43,12 @@ def config(model: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def group(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
-    with guarded_processes() as guardian, ray_session("cpu", 2, guardian.scratch_dir):
-        placement = Placement(config.layout, device="cpu", timeout_seconds=30)
-        started = EngineGroup(config, placement, tmp_path_factory.mktemp("logs"))
-        try:
-            started.start_router()
-            started.launch()
-            started.wait_ready()
-            yield started
-        finally:
-            started.close()
-            placement.close()
+    with (
+        guarded_processes() as guardian,
+        ray_session("cpu", 2, guardian.scratch_dir),
+        running_engines(config, tmp_path_factory.mktemp("logs")) as started,
+    ):
+        yield started
 
 
 def test_two_processes_compute_what_the_model_does(group: EngineGroup, model: Path) -> None:

@@ -11,8 +11,6 @@ from collections import Counter
 import psutil
 import pytest
 
-from slime.cluster.engines import EngineGroup
-from slime.cluster.placement import Placement
 from slime.cluster.ray_session import guarded_processes, ray_session
 from slime.cluster.recovery import Recovery
 from slime.cluster.registration import workers
@@ -20,6 +18,7 @@ from slime.config import ClusterConfig, Config, DebugConfig, EngineConfig, Rollo
 from slime.errors import EngineError
 from slime.rollout.client import ClientTimeouts, EngineClient
 from slime.rollout.reissue import Reissues
+from tests.support.engine_groups import running_engines
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -34,18 +33,12 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(model, tmp_path_factory):
-    with guarded_processes() as guardian, ray_session("cpu", 2, guardian.scratch_dir):
-        config = configure(model)
-        placement = Placement(config.layout, device="cpu", timeout_seconds=30)
-        group = EngineGroup(config, placement, tmp_path_factory.mktemp("logs"))
-        try:
-            group.start_router()
-            group.launch()
-            group.wait_ready()
-            yield group
-        finally:
-            group.close()
-            placement.close()
+    with (
+        guarded_processes() as guardian,
+        ray_session("cpu", 2, guardian.scratch_dir),
+        running_engines(configure(model), tmp_path_factory.mktemp("logs")) as group,
+    ):
+        yield group
 
 
 def configure(model, *, replaces=True):

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.engines import EngineGroup
-from slime.cluster.placement import Placement
 from slime.cluster.ports import PortBook
 from slime.cluster.process import ServerProcess, responds
 from slime.cluster.ray_session import guarded_processes, ray_session
@@ -28,6 +26,7 @@ from slime.engines.features import ask_server_info
 from slime.errors import EngineError
 from slime.http_control import request
 from slime.observability.watchdog import wait_until
+from tests.support.engine_groups import running_engines
 from tests.support.engine_process import engine_process, router_process
 from tests.support.gloo import free_port
 from tests.support.tiny_models import make_tiny_model
@@ -62,20 +61,6 @@ def config_of(model: Path, *deployment: ModelDeployment, **sections: Any) -> Con
     return replace(base, **sections)
 
 
-@contextmanager
-def running(config: Config, log_dir: Path, ports: PortBook | None = None) -> Iterator[EngineGroup]:
-    placement = Placement(config.layout, device="cpu", timeout_seconds=30)
-    group = EngineGroup(config, placement, log_dir, ports=ports)
-    try:
-        group.start_router()
-        group.launch()
-        group.wait_ready()
-        yield group
-    finally:
-        group.close()
-        placement.close()
-
-
 def wait_for_workers(router_url: str, urls: list[str]) -> None:
     """The router takes engines out of its list some time after it was told to."""
     wait_until(
@@ -100,7 +85,7 @@ def test_two_models_behind_routers_of_their_own_and_sessions_that_stay(
     actor = ModelDeployment(name="actor", server_groups=(*groups, ServerGroup(worker_type="placeholder", num_gpus=1)))
     judge = ModelDeployment(name="judge", model_path=str(models[1]), server_groups=(ServerGroup(num_gpus=1),))
     config = config_of(models[0], judge, actor, router={"policy": "consistent_hashing"})
-    with running(config, tmp_path) as group:
+    with running_engines(config, tmp_path) as group:
         assert list(group.router_addresses) == ["actor", "judge"]  # the default one first: it gets the weights
         assert group.router_url == url_of(group.router_addresses["actor"])
         assert [(e.name, e.model_path) for e in group.endpoints] == [
@@ -148,7 +133,7 @@ def test_an_engine_whose_port_was_taken_in_between_starts_again(models: tuple[Pa
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        with running(config_of(models[0], model), tmp_path, TakenFirst(taken)) as group:
+        with running_engines(config_of(models[0], model), tmp_path, TakenFirst(taken)) as group:
             (url,) = group.urls
             assert not url.endswith(f":{taken}")
             assert responds(f"{url}/model_info")
@@ -168,7 +153,7 @@ def test_engines_and_a_router_that_ran_before_run_on_afterwards(models: tuple[Pa
             rollout=RolloutConfig(hf_checkpoint=str(models[0]), rollout_external_engine_addrs=(first, second)),
             engine=EngineConfig(rollout_backend="embedded", sglang_router_ip=ip, sglang_router_port=int(port)),
         )
-        with running(config, tmp_path) as group:
+        with running_engines(config, tmp_path) as group:
             assert group.router_url == router
             assert [e.url for e in group.endpoints] == [first, second]
             assert all(e.node_id is not None and e.gpu_ids == () for e in group.endpoints)  # of this machine
